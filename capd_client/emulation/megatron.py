@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from capd_client.emulation.functions import patch_once
 from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.unfused import UnfusedProducts
+from capd_client.integrations.megatron import LAYERS, LINEAR_FUNCTIONS
 
 __all__ = ["attention_forward", "is_attention", "is_linear", "linear_forward", "patch_linear_functions"]
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
-_FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
 Function = Callable[..., Any]
 
@@ -49,7 +48,7 @@ _local = _PlanOfThread()
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this is one of Megatron's parallel linears."""
-    return _is(module, _LAYERS, "ColumnParallelLinear", "RowParallelLinear")
+    return _is(module, LAYERS, "ColumnParallelLinear", "RowParallelLinear")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -82,8 +81,8 @@ def attention_forward(
 
 def patch_linear_functions() -> list[Callable[[], None]]:
     """Patch the functions that the linears multiply by. Returns the functions that undo the patches."""
-    layers = sys.modules[_LAYERS]
-    return [patch_once(layers, name, _asking) for name in _FUNCTIONS]
+    layers = sys.modules[LAYERS]
+    return [patch_once(layers, name, _asking) for name in LINEAR_FUNCTIONS]
 
 
 def _asking(function: Function) -> Function:

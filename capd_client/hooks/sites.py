@@ -35,8 +35,8 @@ class TappedFunction(Protocol):
     @property
     def role(self) -> str: ...
 
-    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
-        """Patch the function for one more tap, on a product of this kind that captures these tensors."""
+    def install(self, tensors: frozenset[str]) -> None:
+        """Patch the function for one more tap, which captures these tensors."""
 
     def uninstall(self) -> None:
         """Undo one `install`."""

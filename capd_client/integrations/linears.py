@@ -21,12 +21,7 @@ from capd_client.protocol.kinds import LINEAR
 __all__ = ["find_sites", "is_linear", "is_plain"]
 
 
-class _FunctionalLinear(FunctionSite):
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(functional, "linear")]
-
-
-_LINEAR = _FunctionalLinear("linear", LINEAR, ("input", "weight"), asks=False)
+_LINEAR = FunctionSite("linear", LINEAR, ("input", "weight"), lambda: [(functional, "linear")], asks=False)
 
 _IN_OUT = (("weight_layout", "in_out"),)
 _BEFORE_CAST = (("operands", "before the cast to float8"),)

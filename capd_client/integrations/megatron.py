@@ -21,38 +21,32 @@ from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks as ranks
 from capd_client.protocol.kinds import ATTENTION, LINEAR
 
-__all__ = ["find_sites", "is_one_kernel"]
+__all__ = ["LAYERS", "LINEAR_FUNCTIONS", "find_sites", "is_one_kernel"]
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
+LAYERS = "megatron.core.tensor_parallel.layers"
 _ROUTER = "megatron.core.transformer.moe.router"
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _ATTENTIONS = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
 )
+LINEAR_FUNCTIONS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+"""The functions of `LAYERS` by which the linears multiply."""
 _FUSED_GRADIENT = (
     "gradient_accumulation_fusion adds it to main_grad, not to grad; compute grad_outputᵀ · input"
 )
 
 
-class _LinearFunction(FunctionSite):
-    def patches(self) -> list[tuple[Any, str]]:
-        """Return the two functions. In every version a layer's forward looks them up when it runs."""
-        names = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
-        return [(sys.modules[_LAYERS], name) for name in names]
-
-
-class _Gating(FunctionSite):
-    def patches(self) -> list[tuple[Any, str]]:
-        """Return the method of routers. It calls a different function in each version."""
-        return [(_class(_ROUTER, "Router"), "gating")]
-
-    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        return (*operands_of(("input",), args[1:], kwargs), args[0].weight)
-
-
-_LINEAR = _LinearFunction("megatron linear", LINEAR, ("input", "weight"))
-_GATING = _Gating("megatron router", LINEAR, ("input",), skip=1)
+# In every version a layer's forward looks these functions up when it runs.
+_LINEAR = FunctionSite(
+    "megatron linear", LINEAR, ("input", "weight"),
+    lambda: [(sys.modules[LAYERS], name) for name in LINEAR_FUNCTIONS],
+)  # fmt: skip
+# The method of routers calls a different function in each version.
+_GATING = FunctionSite(
+    "megatron router", LINEAR, ("input",), lambda: [(_class(_ROUTER, "Router"), "gating")], skip=1,
+    read=lambda args, kwargs: (*operands_of(("input",), args[1:], kwargs), args[0].weight),
+)  # fmt: skip
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
@@ -77,8 +71,8 @@ def is_one_kernel(module: nn.Module) -> bool:
 def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]:
     """Return the imported classes of megatron, each with the function that makes a site of its modules."""
     wanted = [
-        (_LAYERS, "ColumnParallelLinear", _column),
-        (_LAYERS, "RowParallelLinear", _row),
+        (LAYERS, "ColumnParallelLinear", _column),
+        (LAYERS, "RowParallelLinear", _row),
         (_ROUTER, "Router", _router),
         *((*where, _attention) for where in _ATTENTIONS),
     ]

@@ -67,21 +67,19 @@ class _AttentionOfThread(threading.local):
 _local = _AttentionOfThread()
 
 
-class _MultiheadLinear(FunctionSite):
-    """One of the linears, identified by its role."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__(role, LINEAR, ("input", "weight"))
-
-    def patches(self) -> list[tuple[Any, str]]:
-        whole = [(functional, "multi_head_attention_forward")] if self.role == _OUT else []
-        return [(_linears, self.role), *whole]
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return super().wrap(function) if function is _linear else _with_taps(function)
+def _site_of(role: str) -> FunctionSite:
+    """Return one of the linears. The last one also replaces the whole function."""
+    places = [(_linears, role)]
+    if role == _OUT:
+        places.append((functional, "multi_head_attention_forward"))
+    site = FunctionSite(
+        role, LINEAR, ("input", "weight"), lambda: places,
+        replaced=lambda function: site.tapped(function) if function is _linear else _with_taps(function),
+    )  # fmt: skip
+    return site
 
 
-_SITES = {role: _MultiheadLinear(role) for role in vars(_linears)}
+_SITES = {role: _site_of(role) for role in vars(_linears)}
 
 
 def linears_of(module: nn.Module, packed_as: tuple[str, ...] = ("in_proj",)) -> list[Site]:

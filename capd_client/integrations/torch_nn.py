@@ -17,14 +17,13 @@ from capd_client.protocol.kinds import ATTENTION, LINEAR
 __all__ = ["SDPA", "find_sites"]
 
 
-class _ScaledDotProductAttention(FunctionSite):
-    def patches(self) -> list[tuple[Any, str]]:
-        """Return torch's function and the job's modules that imported it by `from torch.nn.functional import ...`."""
-        name = "scaled_dot_product_attention"
-        return [(functional, name), *importers_of(getattr(functional, name))]
+def _places() -> list[tuple[Any, str]]:
+    """Return torch's function and the job's modules that imported it by `from torch.nn.functional import ...`."""
+    name = "scaled_dot_product_attention"
+    return [(functional, name), *importers_of(getattr(functional, name))]
 
 
-SDPA = _ScaledDotProductAttention("attention", ATTENTION, ("query", "key", "value"))
+SDPA = FunctionSite("attention", ATTENTION, ("query", "key", "value"), _places)
 """The attention function. Operands are [..., heads, tokens, width], key and value before they are repeated."""
 
 _LAYOUT = (("layout", "bhsd"),)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, MutableMapping
 from types import ModuleType
 from typing import Any
 
@@ -29,109 +30,91 @@ from capd_client.protocol.kinds import ATTENTION
 __all__ = ["find_sites"]
 
 _Function = Callable[..., Any]
+_Wrap = Callable[[_Function], _Function]
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _LAYOUT = (("layout", "bhsd"), ("output_layout", "bshd"))
 
 
-class _Attention(FunctionSite):
-    """The attention functions that a model may use. They take the module before the operands."""
+def _site(
+    places: Callable[[], Iterable[tuple[Any, str]]], replaced: Callable[[_Function, _Wrap], _Function]
+) -> FunctionSite:
+    """Return the attention functions that a model may use. They take the module before the operands.
 
-    def __init__(self) -> None:
-        super().__init__("attention", ATTENTION, ("query", "key", "value"), skip=2)
-        self._tapped_call = super().wrap(_call)
+    Args:
+        places: As in FunctionSite.
+        replaced: Returns the replacement of what `places` names, from it and from the function that taps an attention.
+    """
 
-    def tapped(self, attention: _Function) -> _Function:
-        """Return `attention` with taps on its calls.
-
-        A tapped function is returned unchanged: `get_interface` usually gets its function from `__getitem__`.
-        """
-        if isinstance(attention, functools.partial) and attention.func is self._tapped_call:
+    def tap(attention: _Function) -> _Function:
+        # `get_interface` usually gets its function from `__getitem__`, which has tapped it.
+        if isinstance(attention, functools.partial) and attention.func is tapped:
             return attention
-        return functools.partial(self._tapped_call, attention)
+        return functools.partial(tapped, attention)
+
+    arguments = ("query", "key", "value")
+    site = FunctionSite(
+        "attention", ATTENTION, arguments, places, skip=2, replaced=lambda function: replaced(function, tap)
+    )
+    tapped = site.tapped(_call)
+    return site
 
 
 def _call(attention: _Function, *args: Any, **kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 
-class _Interface(_Attention):
-    """The registry class of transformers 5.1 and later.
-
-    Every model asks this class, and all registries are its instances.
-    """
-
-    def patches(self) -> list[tuple[Any, str]]:
-        interface = sys.modules["transformers.modeling_utils"].AttentionInterface
-        return [(interface, "get_interface"), (interface, "__getitem__")]
-
-    def wrap(self, function: _Function) -> _Function:
-        def in_graph(*args: Any, **kwargs: Any) -> Any:
-            return self.tapped(function(*args, **kwargs))
-
-        @traced_as(in_graph, calls_the_job=True)
-        @functools.wraps(function)
-        def get(*args: Any, **kwargs: Any) -> Any:
-            attention = function(*args, **kwargs)
-            # For modules that are not captured in this step, the cost is only this check.
-            return self.tapped(attention) if is_owned() else attention
-
-        return get
+def _interface() -> list[tuple[Any, str]]:
+    interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+    return [(interface, "get_interface"), (interface, "__getitem__")]
 
 
-class _File(_Attention):
-    """A model's file in transformers before 5.1.
+def _getter(function: _Function, tap: _Wrap) -> _Function:
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        return tap(function(*args, **kwargs))
 
-    Its globals are the registry (a plain dict up to 4.50) and eager attention.
-    """
+    @traced_as(in_graph, calls_the_job=True)
+    @functools.wraps(function)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        attention = function(*args, **kwargs)
+        # For modules that are not captured in this step, the cost is only this check.
+        return tap(attention) if is_owned() else attention
 
-    def __init__(self, file: ModuleType) -> None:
-        super().__init__()
-        self._file = file
-
-    def patches(self) -> list[tuple[Any, str]]:
-        eager = [name for name in vars(self._file) if name.endswith("eager_attention_forward")]
-        return [(self._file, name) for name in (_REGISTRY, *eager)]
-
-    def wrap(self, function: Any) -> Any:
-        return (
-            _Registry(function, self.tapped)
-            if isinstance(function, MutableMapping)
-            else self.tapped(function)
-        )
+    return get
 
 
-class _Registry(MutableMapping[str, _Function]):
+# In transformers 5.1 and later every model asks this class, and all registries are its instances.
+_INTERFACE = _site(_interface, _getter)
+
+
+@functools.cache
+def _site_in(file: ModuleType) -> FunctionSite:
+    """Return the functions of a model's file before 5.1: the registry (a plain dict up to 4.50) and eager attention."""
+
+    def places() -> list[tuple[Any, str]]:
+        eager = [name for name in vars(file) if name.endswith("eager_attention_forward")]
+        return [(file, name) for name in (_REGISTRY, *eager)]
+
+    return _site(places, _registry_or_function)
+
+
+def _registry_or_function(value: Any, tap: _Wrap) -> Any:
+    return _Registry(value, tap) if isinstance(value, MutableMapping) else tap(value)
+
+
+class _Registry(ChainMap[str, _Function]):
     """The registry that a file finds while it is watched: the same functions, tapped."""
 
-    def __init__(
-        self, registry: MutableMapping[str, _Function], tapped: Callable[[_Function], _Function]
-    ) -> None:
-        self._registry = registry
-        self._tapped = tapped
+    def __init__(self, registry: MutableMapping[str, _Function], tap: _Wrap) -> None:
+        super().__init__(registry)
+        self._tap = tap
 
     def __getitem__(self, name: str) -> _Function:
-        return self._tapped(self._registry[name])
-
-    def __setitem__(self, name: str, function: _Function) -> None:
-        self._registry[name] = function
-
-    def __delitem__(self, name: str) -> None:
-        del self._registry[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._registry)
-
-    def __len__(self) -> int:
-        return len(self._registry)
+        return self._tap(self.maps[0][name])
 
     def __getattr__(self, name: str) -> Any:
         # Callers may use methods such as `register`.
-        return getattr(self._registry, name)
-
-
-_INTERFACE = _Interface()
-_files: dict[str, _File] = {}
+        return getattr(self.maps[0], name)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
@@ -151,4 +134,4 @@ def _function_of(kind: type[nn.Module], utils: ModuleType) -> FunctionSite:
         return _INTERFACE
     # A subclass in another file looks the function up in the globals of its base.
     file = inspect.unwrap(kind.forward).__module__
-    return _files.setdefault(file, _File(sys.modules[file]))
+    return _site_in(sys.modules[file])

@@ -19,6 +19,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Optional
 
 from torch import Tensor, nn
@@ -26,169 +27,126 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from capd_client.hooks.function_sites import FunctionSite
-from capd_client.hooks.owners import current_module, current_tap
-from capd_client.hooks.sites import Site
-from capd_client.hooks.tap import Tap
+from capd_client.hooks.owners import current_module
+from capd_client.hooks.sites import Site, operands_of
 from capd_client.integrations.callers import calls
-from capd_client.protocol.kinds import GROUPED_LINEAR, LINEAR, Kind
+from capd_client.protocol.kinds import GROUPED_LINEAR, LINEAR
 
 __all__ = ["find_sites", "is_experts"]
 
 _MOE = "transformers.integrations.moe"
 _ROLE = "experts"
+# The role of a call whose experts are unknown: no owner has a tap on it.
+_NOBODY = "nobody"
+_PLAIN = ("input", "weight")
 _Function = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 # The experts whose forward is being compiled.
 _traced: list[nn.Module] = []
 
 
-class _Projections(FunctionSite):
-    """A function that computes one projection, of all experts or of one.
+@functools.cache
+def _function_of(moe: ModuleType) -> FunctionSite:
+    """Return the functions of all ways. A module's configuration selects one of them, and the selection may change."""
+    # The order of the parameters changed after transformers 5.0.
+    names = list(inspect.signature(moe._grouped_linear).parameters)
+    places = [names.index(name) for name in ("input", "offs", "weight")]
 
-    arguments: The names that the function gives the operands and the weight.
+    def grouped(args: _Args, kwargs: _Kwargs) -> _Args:
+        return tuple(args[at] if at < len(args) else kwargs.get(names[at]) for at in places)
+
+    ways = (
+        _way(moe, "_grouped_linear", grouped, _role_of),
+        _way(moe, "_batched_linear", _per_row, _role_of),
+        _way(
+            functional, "linear", _per_expert, lambda weight: _NOBODY if is_compiling() else _role_of(weight)
+        ),
+    )
+    return FunctionSite(
+        _ROLE, GROUPED_LINEAR, (), lambda: [(moe.ExpertsInterface, "get_interface")], asks=False,
+        replaced=_known_to_graphs, others=ways,
+    )  # fmt: skip
+
+
+def _way(
+    home: Any, name: str, read: Callable[[_Args, _Kwargs], _Args], role_of: Callable[[Tensor], str]
+) -> FunctionSite:
+    """Return a function that computes one projection, of all experts or of one.
+
+    Args:
+        home: The module of the function.
+        name: The function's name.
+        read: Returns the input, the offsets or None, and the parameter of a call.
+        role_of: Returns the role of a call with this parameter.
     """
-
-    def __init__(self, arguments: tuple[str, ...]) -> None:
-        super().__init__(_ROLE, GROUPED_LINEAR, arguments, asks=False)
-        # The positions of these arguments.
-        self._places = tuple(range(len(arguments)))
-
-    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        given = zip(self._arguments, self._places, strict=True)
-        return tuple(args[place] if place < len(args) else kwargs.get(name) for name, place in given)
-
-    def _with(
-        self, operands: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # transformers passes the input first, and no operand after it changes.
-        return (operands[0], *args[1:]), kwargs
-
-    def tap_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optional[Tap]:
-        module = current_module()
-        name = "" if module is None else self._parameter(module, self.operands(args, kwargs)[-1])
-        return current_tap(f"{_ROLE}.{name}") if name else None
-
-    def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        name = self._parameter(_traced[-1], self.operands(args, kwargs)[-1]) if _traced else ""
-        return f"{_ROLE}.{name}"
-
-    def _parameter(self, module: nn.Module, weight: Tensor) -> str:
-        """Return the name of the module's parameter that `weight` is. Return "" if it is none."""
-        for name, parameter in module._parameters.items():
-            if parameter is weight:
-                return name
-        return ""
+    return FunctionSite(
+        _ROLE, GROUPED_LINEAR, ("input",), lambda: [(home, name)], asks=False, read=read,
+        role_of=lambda args, kwargs: role_of(read(args, kwargs)[-1]),
+    )  # fmt: skip
 
 
-class _Grouped(_Projections):
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(sys.modules[_MOE], "_grouped_linear")]
-
-    def wrap(self, function: _Function) -> _Function:
-        # The order of the parameters changed after transformers 5.0.
-        names = list(inspect.signature(function).parameters)
-        self._places = tuple(names.index(name) for name in self._arguments)
-        return super().wrap(function)
+def _per_row(args: _Args, kwargs: _Kwargs) -> _Args:
+    """Read a call of "batched_mm". Its weight argument holds the weight of the row's expert for each row."""
+    x, gathered = operands_of(_PLAIN, args, kwargs)
+    for parameter in _parameters().values():
+        if parameter is not None and parameter.ndim == 3 and parameter.shape[1:] == gathered.shape[1:]:
+            return x, None, parameter
+    return x, None, gathered
 
 
-class _PerRow(_Projections):
-    """The function of "batched_mm". Its weight argument holds the weight of the row's expert for each row."""
-
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(sys.modules[_MOE], "_batched_linear")]
-
-    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        x, gathered = super().operands(args, kwargs)
-        module = (_traced[-1] if _traced else None) if is_compiling() else current_module()
-        name = "" if module is None else self._parameter(module, gathered)
-        return x, None, gathered if module is None or not name else module._parameters[name]
-
-    def _parameter(self, module: nn.Module, weight: Tensor) -> str:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim == 3 and parameter.shape[1:] == weight.shape[1:]:
-                return name
-        return ""
+def _per_expert(args: _Args, kwargs: _Kwargs) -> _Args:
+    """Read a call of "eager": F.linear for each expert that got rows. Its weight is a part of the parameter."""
+    x, weight = operands_of(_PLAIN, args, kwargs)
+    return x, None, weight if weight._base is None else weight._base
 
 
-class _PerExpert(_Projections):
-    """The function of "eager": a call of F.linear per expert that got rows. Its weight is a part of the parameter."""
-
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(functional, "linear")]
-
-    def operands(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        x, weight = super().operands(args, kwargs)
-        base = weight._base
-        return x, None, weight if base is None else base
-
-    def _parameter(self, module: nn.Module, weight: Tensor) -> str:
-        return super()._parameter(module, weight) if weight.ndim == 3 else ""
-
-    def role_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        # The experts that get rows are unknown before the graph runs.
-        return _NOBODY
+def _parameters() -> dict[str, Optional[nn.Parameter]]:
+    """Return the parameters of the experts whose forward runs or is being compiled."""
+    module = (_traced[-1] if _traced else None) if is_compiling() else current_module()
+    return {} if module is None else module._parameters
 
 
-class _Experts(FunctionSite):
-    """All three functions. A module's configuration selects one of them, and the selection may change."""
-
-    def __init__(self) -> None:
-        super().__init__(_ROLE, GROUPED_LINEAR, ())
-        self._ways = (
-            _Grouped(("input", "offs", "weight")), _PerRow(("input", "weight")), _PerExpert(("input", "weight"))
-        )  # fmt: skip
-
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(sys.modules[_MOE].ExpertsInterface, "get_interface")]
-
-    def install(self, kind: Kind, tensors: frozenset[str]) -> None:
-        super().install(kind, tensors)
-        for way in self._ways:
-            way.install(kind, tensors)
-
-    def uninstall(self) -> None:
-        super().uninstall()
-        for way in self._ways:
-            way.uninstall()
-
-    def wrap(self, function: _Function) -> _Function:
-        @functools.wraps(function)
-        def get_interface(*args: Any, **kwargs: Any) -> Any:
-            found = function(*args, **kwargs)
-            return functools.partial(_known_to_graphs, found) if is_compiling() else found
-
-        return get_interface
+def _role_of(weight: Tensor) -> str:
+    for name, parameter in _parameters().items():
+        if parameter is weight:
+            return f"{_ROLE}.{name}"
+    return _NOBODY
 
 
-def _known_to_graphs(forward: _Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the experts' forward while it is compiled. The module is known during the tracing."""
+def _known_to_graphs(function: _Function) -> _Function:
+    """Return the function that gives experts their forward. A forward that is compiled knows its module."""
+
+    @functools.wraps(function)
+    def get_interface(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return functools.partial(_with_module, found) if is_compiling() else found
+
+    return get_interface
+
+
+def _with_module(forward: _Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the experts' forward while it is compiled."""
     _traced.append(module)
     result = forward(module, *args, **kwargs)
     _traced.pop()
     return result
 
 
-_NOBODY = "nobody"
-_EXPERTS = _Experts()
-
-
-class _RouterLinear(FunctionSite):
-    def patches(self) -> list[tuple[Any, str]]:
-        return [(functional, "linear")]
-
-
-_ROUTER = _RouterLinear("router", LINEAR, ("input", "weight"), asks=False)
+_ROUTER = FunctionSite("router", LINEAR, ("input", "weight"), lambda: [(functional, "linear")], asks=False)
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     """Return the projections of the experts of `model` and the products of their routers, by qualified names."""
-    if _MOE not in sys.modules:
+    moe = sys.modules.get(_MOE)
+    if moe is None:
         return {}
     found: dict[str, list[Site]] = {}
     for name, module in model.named_modules():
         if is_experts(module):
             found[name] = [
-                _projection(module, parameter)
+                _projection(module, parameter, _function_of(moe))
                 for parameter, value in module._parameters.items()
                 if value is not None and value.ndim == 3
             ]
@@ -203,10 +161,10 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module.__class__, "_apply_gate")
 
 
-def _projection(module: nn.Module, parameter: str) -> Site:
+def _projection(module: nn.Module, parameter: str, function: FunctionSite) -> Site:
     layout = "expert,in,out" if getattr(module, "is_transposed", False) else "expert,out,in"
     return Site(
-        module, GROUPED_LINEAR, function=_EXPERTS, suffix=parameter, parameter=parameter, role=f"{_ROLE}.{parameter}",
+        module, GROUPED_LINEAR, function=function, suffix=parameter, parameter=parameter, role=f"{_ROLE}.{parameter}",
         attributes=(("weight_layout", layout),), describe=_expert,
     )  # fmt: skip
 

@@ -216,7 +216,7 @@ class Watched:
             owner = owner_of(module)
             owner.add(site.role or site.function.role, tap)
             self._undo.append(partial(owner.discard, tap))
-            site.function.install(tap.kind, tap.tensors)
+            site.function.install(tap.tensors)
             self._undo.append(site.function.uninstall)
         return tapped
 
