@@ -7,7 +7,8 @@ compiler does not know it as constant. The call then runs eagerly after the brea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Optional, TypeVar
 
@@ -36,12 +37,16 @@ __all__ = ["bind", "capture_in_graph"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _capture: Optional[Callable[..., None]] = None
+# The default of each argument that the operator takes.
+_defaults: dict[str, Any] = {}
 
 
 def bind(capture: Callable[..., None]) -> None:
     """Set the function that the operator calls at run time: `capture`. Its module imports this one, so it is passed."""
-    global _capture
+    global _capture, _defaults
     _capture = capture
+    parameters = inspect.signature(capture).parameters.values()
+    _defaults = {one.name: one.default for one in parameters if one.name not in ("tensor", "immutable")}
 
 
 @untraced
@@ -56,41 +61,16 @@ def _at_trace_time(function: _Function) -> _Function:
     return function
 
 
-def capture_in_graph(
-    tensor: Any,
-    *,
-    tensor_name: str,
-    layer_type: str = "",
-    component: str = "",
-    operation: str = "forward",
-    phase: str = "pre",
-    layer: Optional[int] = None,
-    module: str = "",
-    stack: str = "",
-    quant_type: Optional[str] = None,
-    metadata: Optional[Mapping[str, Any]] = None,
-    slice: Optional[str] = None,  # noqa: A002 - as in `capture`
-    iteration: Optional[int] = None,
-    micro_batch: Optional[int] = None,
-    sample_idx: Optional[int] = None,
-    batch_idx: Optional[int] = None,
-    sequence_idx: Optional[int] = None,
-    immutable: bool = False,
-) -> None:
+def capture_in_graph(tensor: Any, **given: Any) -> None:
     """Capture one tensor inside a graph. The compiler traces this in place of `capd_client.capture`.
 
     The arguments are the same. `immutable` has no effect, because the graph may reuse the tensor's memory.
     """
-    way = _way()
+    way = _way(tuple(given))
     if way == "off":
         return
     if way == "outside":
-        _take(
-            tensor, tensor_name=tensor_name, layer_type=layer_type, component=component, operation=operation,
-            phase=phase, layer=layer, module=module, stack=stack, quant_type=quant_type, metadata=metadata,
-            slice=slice, iteration=iteration, micro_batch=micro_batch, sample_idx=sample_idx,
-            batch_idx=batch_idx, sequence_idx=sequence_idx, immutable=immutable,
-        )  # fmt: skip
+        _take(tensor, **given)
         return
     if not isinstance(tensor, torch.Tensor):
         _refuse("in a compiled graph: the captured value is not a torch tensor")
@@ -98,20 +78,20 @@ def capture_in_graph(
     if way == "left out":
         trace_left_out(tensor)
         return
-    text = None if metadata is None else _as_json(metadata)
-    trace_capture(
-        tensor, tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, text,
-        slice, iteration, micro_batch, sample_idx, batch_idx, sequence_idx,
-    )  # fmt: skip
+    if given.get("metadata") is not None:
+        given["metadata"] = _as_json(given["metadata"])
+    trace_capture(tensor, **given)
 
 
 @_at_trace_time
-def _way() -> str:
-    """Return how the graph treats the call.
+def _way(names: tuple[str, ...]) -> str:
+    """Return how the graph treats a call with arguments of these names.
 
     "off": the call disappears. "operator": an operator captures. "left out": an operator counts the missing capture.
-    "outside": the call breaks the graph and runs eagerly.
+    "outside": the call breaks the graph and runs eagerly. If its arguments are wrong, it then raises.
     """
+    if "tensor_name" not in names or not {*_defaults, "immutable"}.issuperset(names):
+        return "outside"
     if session() is None:
         return "off"
     if not usable():
@@ -141,7 +121,7 @@ def _refuse(problem: str, reason: DropReason = DropReason.INVALID_KEY) -> None:
         current.drop_invalid(problem, reason)
 
 
-def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
+def trace_capture(tensor: torch.Tensor, **given: Any) -> None:
     """Put one capture into the graph."""
     if exporting():
         return
@@ -152,6 +132,7 @@ def trace_capture(tensor: torch.Tensor, *arguments: Any) -> None:
             if is_final_trace():
                 _refuse(f"in a compiled graph: {problem}", DropReason.UNSUPPORTED)
             return
+        arguments = tuple(given.get(name, default) for name, default in _defaults.items())
         note(arguments)
         _CAPTURE(local_part(tensor), flags_of(tensor), placements_of(tensor), *arguments)
     except Exception as error:
@@ -175,7 +156,7 @@ def _left_out(_: torch.Tensor) -> None:
 
 def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
     """Capture at run time, as the operator's body."""
-    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    named = dict(zip(_defaults, arguments, strict=True))
     if named["metadata"] is not None:
         named["metadata"] = msgspec.json.decode(named["metadata"])
     _take(restored(tensor, flags, placements), **named)
@@ -187,11 +168,7 @@ _CROWDED = (
     "number of blocks. For numbers of modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True helps, too"
 )
 
-_ARGUMENTS = (
-    "tensor_name", "layer_type", "component", "operation", "phase", "layer", "module", "stack", "quant_type",
-    "metadata", "slice", "iteration", "micro_batch", "sample_idx", "batch_idx", "sequence_idx",
-)  # fmt: skip
-
+# The names follow the order of `capture`'s arguments.
 _CAPTURE = Operator(
     "capture(Tensor tensor, int flags, str placements, str tensor_name, str layer_type, str component, "
     "str operation, str phase, SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, "

@@ -16,7 +16,8 @@ unknown argument name, which raises even with capture off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -26,6 +27,7 @@ from capd_client.process.dynamo import untraced
 from capd_client.protocol.counter_page import DropReason
 from capd_client.session.current import session
 from capd_client.session.starting import AnySession
+from capd_client.steps.context import MOMENT_FIELDS
 from capd_client.tensors.inspect import local_part, problem_of, without_modes
 
 __all__ = ["StaticTap", "static_tap"]
@@ -90,33 +92,25 @@ class StaticTap:
 def static_tap(
     like: Union[torch.Tensor, Sequence[int]],
     *,
-    tensor_name: str,
-    layer_type: str = "",
-    component: str = "",
-    operation: str = "forward",
-    phase: str = "pre",
-    layer: Optional[int] = None,
-    module: str = "",
-    stack: str = "",
-    quant_type: Optional[str] = None,
-    metadata: Optional[Mapping[str, Any]] = None,
-    slice: Optional[str] = None,  # noqa: A002 - as in `capture`
     dtype: Optional[torch.dtype] = None,
     device: Union[torch.device, str, None] = None,
+    **names: Any,
 ) -> StaticTap:
     """Return a tap for a tensor inside a CUDA graph. Call it before the graph is captured.
-
-    The other arguments are as in `capture`.
 
     Args:
         like: A tensor of the shape, dtype and device to capture, or a shape.
         dtype: The dtype, if `like` is a shape. Default: torch's default dtype.
         device: The device, if `like` is a shape. Default: torch's default device.
+        names: tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, metadata and
+            slice, as in `capture`.
 
     Returns:
         A tap. Its buffer takes as much device memory as the tensor. If the buffer cannot be created, the failure is
         counted and the tap does nothing.
     """
+    # This raises for a name that is not one of these.
+    inspect.signature(capture).bind(like, immutable=False, **dict.fromkeys(MOMENT_FIELDS), **names)
     current = session()
     if current is None:
         return StaticTap(None, {})
@@ -124,12 +118,7 @@ def static_tap(
     try:
         buffer = _buffer(like, dtype, device, current)
     except Exception as error:
-        current.drop_invalid(f"no static tap for {tensor_name}: {error}", DropReason.UNSUPPORTED)
-    names = {
-        "tensor_name": tensor_name, "layer_type": layer_type, "component": component, "operation": operation,
-        "phase": phase, "layer": layer, "module": module, "stack": stack, "quant_type": quant_type,
-        "metadata": metadata, "slice": slice,
-    }  # fmt: skip
+        current.drop_invalid(f"no static tap for {names['tensor_name']}: {error}", DropReason.UNSUPPORTED)
     return StaticTap(buffer, names)
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tqdm import tqdm
 
 import capd_client
-from capd_client.explicit.in_graph import capture_in_graph
 from capd_client.graph import operators
 from capd_client.protocol.key import Key
 from tests.kit.client.peer import Peer
@@ -64,18 +64,39 @@ def test_every_call_is_captured_and_the_graph_stays_whole(on: Peer, backend: str
 
 
 def test_a_compiled_call_takes_every_argument_of_capture(on: Peer) -> None:
-    named = [inspect.signature(f).parameters.keys() for f in (capd_client.capture, capture_in_graph)]
+    every: dict[str, Any] = {
+        "tensor_name": "x", "layer_type": "linear", "component": "up", "operation": "backward", "phase": "post",
+        "layer": 3, "module": "layers.3", "stack": "encoder", "quant_type": "mine", "metadata": {"is": "constant"},
+        "slice": "first:1", "iteration": 4, "micro_batch": 5, "sample_idx": 6, "batch_idx": 7, "sequence_idx": 8,
+        "immutable": True,
+    }  # fmt: skip
+    assert {"tensor", *every} == inspect.signature(capd_client.capture).parameters.keys()
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
     def double(x: Tensor) -> Tensor:
-        capd_client.capture(x, tensor_name="x", immutable=True)
+        capd_client.capture(x, **every)
         return x * 2
 
-    double(torch.full((2,), 3.0))
+    for run in (double, torch.compile(double, backend="aot_eager", fullgraph=True)):
+        run(torch.full((2,), 3.0))
 
-    assert named[0] == named[1]
     assert capd_client.flush(10)
-    assert values(on, "x") == [[3.0, 3.0]]
+    assert values(on, "x") == [[3.0], [3.0]]
+    eager, compiled = on.records
+    assert eager.key == compiled.key
+    assert eager.descriptor.metadata == compiled.descriptor.metadata
+    moments = [msgspec.structs.replace(one.descriptor.moment, call=0, time_ns=0) for one in (eager, compiled)]
+    assert moments[0] == moments[1]
+    assert moments[0].sequence_idx == 8
+
+
+def test_a_compiled_call_with_a_wrong_argument_raises_as_an_eager_one(on: Peer) -> None:
+    @torch.compile(backend="aot_eager")
+    def double(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x", layr=3)  # type: ignore[call-arg]
+        return x * 2
+
+    with pytest.raises(TypeError, match="layr"):
+        double(torch.ones(2))
 
 
 def test_numbers_may_change_from_call_to_call(on: Peer) -> None:

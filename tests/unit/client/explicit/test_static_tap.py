@@ -97,7 +97,7 @@ def test_off_it_holds_nothing(fresh: pytest.MonkeyPatch) -> None:
 
     assert tap._buffer is None
     with pytest.raises(TypeError, match="layr"):  # found off as well as on, and not in the middle of training
-        capd_client.static_tap(torch.ones(2), tensor_name="y", layr=3)  # type: ignore[call-arg]
+        capd_client.static_tap(torch.ones(2), tensor_name="y", layr=3)
     with pytest.raises(TypeError, match="iteratoin"):
         tap.after_replay(iteratoin=3)  # type: ignore[call-arg]
 
