@@ -11,9 +11,10 @@ raise nothing, and this process writes no files.
 
 from __future__ import annotations
 
-from typing import Any, Optional
-
-import torch
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from capd_client.process.dynamo import untraced
 from capd_client.tensor_saver.indices import get_rank_from_tensor_device
@@ -21,15 +22,9 @@ from capd_client.tensor_saver.layer_passes import TensorIndexManager, get_tensor
 from capd_client.tensor_saver.saver import TensorSaver, get_tensor_saver
 from capd_client.tensor_saver.state import (
     TensorCollectionState,
-    get_current_rank,
     get_current_rank_and_sample,
     get_tensor_collection_state,
     initialize_tensor_collection,
-    set_global_batch_idx,
-    set_global_iteration,
-    set_global_rank,
-    set_global_sample_idx,
-    set_global_sequence_idx,
 )
 
 __all__ = [
@@ -41,87 +36,37 @@ __all__ = [
 ]  # fmt: skip
 
 
-@untraced
-def save_tensor(
-    tensor: torch.Tensor,
-    layer_type: str,
-    operation: str,
-    quant_type: str,
-    tensor_name: str,
-    layer_idx: Optional[int] = None,
-    phase: str = "unknown",
-    component: str = "unknown",
-    rank: Optional[int] = None,
-    sample_idx: Optional[int] = None,
-    metadata: Optional[dict[str, Any]] = None,
-) -> Optional[str]:
-    """Call `get_tensor_saver().save_tensor(…)`."""
-    return get_tensor_saver().save_tensor(
-        tensor, layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx, metadata
-    )  # fmt: skip
+_Owner = TypeVar("_Owner")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
-@untraced
-def save_attention_tensors(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    quant_type: str,
-    operation: str = "forward",
-    layer_idx: Optional[int] = None,
-    phase: str = "pre",
-    component: str = "FA",
-    rank: Optional[int] = None,
-    sample_idx: Optional[int] = None,
-    attention_weights: Optional[torch.Tensor] = None,
-    metadata: Optional[dict[str, Any]] = None,
-) -> dict[str, Optional[str]]:
-    """Call `get_tensor_saver().save_attention_tensors(…)`."""
-    return get_tensor_saver().save_attention_tensors(
-        query, key, value, quant_type, operation, layer_idx, phase, component, rank, sample_idx, attention_weights,
-        metadata,
-    )  # fmt: skip
+def _method(
+    owner: Callable[[], _Owner], method: Callable[Concatenate[_Owner, _Parameters], _Result]
+) -> Callable[_Parameters, _Result]:
+    """Return a function that calls this method of the object that `owner` returns."""
+
+    @untraced
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(owner(), method.__name__)(*args, **kwargs)
+
+    _, *parameters = inspect.signature(method).parameters.values()
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
-@untraced
-def save_linear_tensors(
-    input_tensor: torch.Tensor,
-    weight: torch.Tensor,
-    quant_type: str,
-    operation: str = "forward",
-    layer_idx: Optional[int] = None,
-    phase: str = "pre",
-    component: str = "linear",
-    rank: Optional[int] = None,
-    sample_idx: Optional[int] = None,
-    metadata: Optional[dict[str, Any]] = None,
-) -> dict[str, Optional[str]]:
-    """Call `get_tensor_saver().save_linear_tensors(…)`."""
-    return get_tensor_saver().save_linear_tensors(
-        input_tensor, weight, quant_type, operation, layer_idx, phase, component, rank, sample_idx, metadata
-    )
-
-
-def set_iteration(iteration: int) -> None:
-    """Call `get_tensor_saver().set_iteration(iteration)`."""
-    get_tensor_saver().set_iteration(iteration)
-
-
-def mark_collection_completed() -> None:
-    """Call `get_tensor_saver().mark_collection_completed()`."""
-    get_tensor_saver().mark_collection_completed()
-
-
-def should_collect_tensor() -> bool:
-    """Call `get_tensor_saver().should_collect_tensor()`."""
-    return get_tensor_saver().should_collect_tensor()
-
-
-def set_enabled(enabled: bool) -> None:
-    """Call `get_tensor_saver().set_enabled(enabled)`."""
-    get_tensor_saver().set_enabled(enabled)
-
-
-def set_save_dir(save_dir: str) -> None:
-    """Call `get_tensor_saver().set_save_dir(save_dir)`."""
-    get_tensor_saver().set_save_dir(save_dir)
+save_tensor = _method(get_tensor_saver, TensorSaver.save_tensor)
+save_attention_tensors = _method(get_tensor_saver, TensorSaver.save_attention_tensors)
+save_linear_tensors = _method(get_tensor_saver, TensorSaver.save_linear_tensors)
+set_iteration = _method(get_tensor_saver, TensorSaver.set_iteration)
+mark_collection_completed = _method(get_tensor_saver, TensorSaver.mark_collection_completed)
+should_collect_tensor = _method(get_tensor_saver, TensorSaver.should_collect_tensor)
+set_enabled = _method(get_tensor_saver, TensorSaver.set_enabled)
+set_save_dir = _method(get_tensor_saver, TensorSaver.set_save_dir)
+set_global_rank = _method(get_tensor_collection_state, TensorCollectionState.set_rank)
+set_global_sample_idx = _method(get_tensor_collection_state, TensorCollectionState.set_sample_idx)
+set_global_iteration = _method(get_tensor_collection_state, TensorCollectionState.set_iteration)
+set_global_batch_idx = _method(get_tensor_collection_state, TensorCollectionState.set_batch_idx)
+set_global_sequence_idx = _method(get_tensor_collection_state, TensorCollectionState.set_sequence_idx)
+get_current_rank = _method(get_tensor_collection_state, TensorCollectionState.get_rank)

@@ -18,9 +18,7 @@ class TensorIndexManager:
         layer = "unknown" if layer_idx is None else f"L{layer_idx}"
         return f"{layer_type}_{layer}_{operation}"
 
-    def get_tensor_group_key(self, layer_type: str, layer_idx: Optional[int], operation: str) -> str:
-        """Return the key of `get_layer_key`, by its other name."""
-        return self.get_layer_key(layer_type, layer_idx, operation)
+    get_tensor_group_key = get_layer_key
 
     def get_tensor_index(self, layer_type: str, layer_idx: Optional[int], operation: str) -> int:
         """Return the current number, which begins at 0."""

@@ -104,9 +104,7 @@ class TensorSaver:
         """Whether the next tensor is captured."""
         return bool(self.enabled and not self.tensor_collected_in_warmup)
 
-    def should_collect_in_steady_state(self) -> bool:
-        """Whether the next tensor is captured: another name of `should_collect_tensor`."""
-        return self.should_collect_tensor()
+    should_collect_in_steady_state = should_collect_tensor
 
     def save_tensor(
         self,
@@ -173,14 +171,8 @@ class TensorSaver:
         """
         rank, sample_idx, weights, metadata = sorted_out(rank, sample_idx, attention_weights, metadata)
         tensors = {"query": query, "key": key, "value": value, "attention_weights": weights}
-        return {
-            name: self.save_tensor(
-                tensor, "attention", operation, quant_type, name, layer_idx, phase, component, rank, sample_idx,
-                metadata,
-            )
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }  # fmt: skip
+        others = (layer_idx, phase, component, rank, sample_idx, metadata)
+        return self._save_each(tensors, "attention", operation, quant_type, *others)
 
     def save_linear_tensors(
         self,
@@ -200,14 +192,18 @@ class TensorSaver:
         In a backward, `input` is the gradient dY.
         """
         rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
+        others = (layer_idx, phase, component, rank, sample_idx, metadata)
         tensors = {"input": input_tensor, "weight": weight}
+        return self._save_each(tensors, "linear", operation, quant_type, *others)
+
+    def _save_each(
+        self, tensors: dict[str, Any], layer_type: str, operation: str, quant_type: str, *others: Any
+    ) -> dict[str, Optional[str]]:
         return {
-            name: self.save_tensor(
-                tensor, "linear", operation, quant_type, name, layer_idx, phase, component, rank, sample_idx, metadata
-            )
+            name: self.save_tensor(tensor, layer_type, operation, quant_type, name, *others)
             for name, tensor in tensors.items()
             if tensor is not None
-        }  # fmt: skip
+        }
 
     def _session(self) -> Optional[AnySession]:
         current = process.running()

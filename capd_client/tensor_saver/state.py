@@ -20,9 +20,8 @@ from capd_client.tensor_saver.indices import (
 )
 
 __all__ = [
-    "STATE", "TensorCollectionState", "get_current_rank", "get_current_rank_and_sample", "get_tensor_collection_state",
-    "initialize_tensor_collection", "rank_of", "sample_of", "set_global_batch_idx", "set_global_iteration",
-    "set_global_rank", "set_global_sample_idx", "set_global_sequence_idx",
+    "STATE", "TensorCollectionState", "get_current_rank_and_sample", "get_tensor_collection_state",
+    "initialize_tensor_collection", "rank_of", "sample_of",
 ]  # fmt: skip
 
 # The fields of the moment, by the attribute that sets each.
@@ -196,45 +195,9 @@ def get_tensor_collection_state() -> TensorCollectionState:
 
 
 @untraced
-def set_global_rank(rank: int) -> None:
-    """Record further captures of these calls under this rank."""
-    STATE.set_rank(rank)
-
-
-@untraced
-def set_global_sample_idx(sample_idx: int) -> None:
-    """Record further captures with this sample."""
-    STATE.set_sample_idx(sample_idx)
-
-
-@untraced
-def set_global_iteration(iteration: int) -> None:
-    """Record further captures in this iteration."""
-    STATE.set_iteration(iteration)
-
-
-@untraced
-def set_global_batch_idx(batch_idx: int) -> None:
-    """Record further captures with this batch."""
-    STATE.set_batch_idx(batch_idx)
-
-
-@untraced
-def set_global_sequence_idx(sequence_idx: int) -> None:
-    """Record further captures with this sequence."""
-    STATE.set_sequence_idx(sequence_idx)
-
-
-@untraced
-def get_current_rank() -> Optional[int]:
-    """Return the rank of the manual state, torch.distributed or the environment. None if no source has it."""
-    return STATE.get_rank()
-
-
-@untraced
 def get_current_rank_and_sample() -> tuple[Optional[int], Optional[int]]:
     """Return the rank and sample of a capture that names neither, without the tensor's device.
 
     The last source is 0.
     """
-    return get_current_rank() or 0, sample_of()
+    return STATE.get_rank() or 0, sample_of()
