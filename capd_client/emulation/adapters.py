@@ -21,8 +21,9 @@ from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.quantise import DTYPES
 from capd_client.hooks.sites import operands_of
 from capd_client.integrations.callers import calls, names_in
-from capd_client.integrations.linears import is_linear
+from capd_client.integrations.linears import calls_linear, is_linear
 from capd_client.integrations.megatron import is_one_kernel
+from capd_client.integrations.transformers import is_attention
 from capd_client.integrations.transformers_experts import is_experts
 from capd_client.process.log import Notices
 
@@ -84,16 +85,6 @@ def _is_plain(module: nn.Module) -> bool:
     return is_linear(module) and type(module).forward is nn.Linear.forward
 
 
-def _calls_linear(module: nn.Module) -> bool:
-    """Whether this is a subclass whose own forward calls F.linear.
-
-    It must hold no other linear that the call may mean.
-    """
-    if not is_linear(module) or any(isinstance(m, nn.Linear) for m in module.modules() if m is not module):
-        return False
-    return not names_in(type(module).forward).isdisjoint({"linear", "forward"})
-
-
 def _calling(name: str) -> Callable[[Any], bool]:
     """Return a function that says whether a module's class calls the function of this name."""
     return lambda module: calls(module.__class__, name)
@@ -106,11 +97,11 @@ ADAPTERS: list[Adapter] = [
     Adapter("Megatron's core attention", _ATTENTION, megatron.is_attention, megatron.attention_forward),
     Adapter("transformers' Conv1D", _LINEAR, transformers.is_conv1d, transformers.conv1d_forward),
     Adapter(
-        "transformers' attention", _ATTENTION, transformers.is_attention, transformers.attention_forward,
+        "transformers' attention", _ATTENTION, is_attention, transformers.attention_forward,
         transformers.patch_attentions,
     ),
     Adapter("nn.Linear", _LINEAR, _is_plain, _plain_linear),
-    Adapter("F.linear", _LINEAR, _calls_linear, _calling_linear, patch_linear),
+    Adapter("F.linear", _LINEAR, calls_linear, _calling_linear, patch_linear),
     Adapter(
         "nn.MultiheadAttention", _LINEAR | _ATTENTION,
         _calling("multi_head_attention_forward"), _multihead, patch_multihead,
@@ -158,7 +149,7 @@ def reason_to_leave(module: nn.Module, adapter: Optional[Adapter], parts: Collec
         return _reason_of_unknown(module) if "linear" in parts else ""
     if "forward" in vars(module):
         return "it has its own forward on the instance"
-    kernel = transformers.attention_kernel(module) if transformers.is_attention(module) else ""
+    kernel = transformers.attention_kernel(module) if is_attention(module) else ""
     if kernel:
         return f"{kernel} is one kernel"
     weight = module._parameters.get("weight") if "linear" in adapter.parts else None

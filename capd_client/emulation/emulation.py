@@ -15,7 +15,6 @@ from torch import nn
 from capd_client.config.recipe import Recipe
 from capd_client.config.recipe import Words as Given
 from capd_client.emulation.adapters import Adapter, adapter_of, reason_to_leave
-from capd_client.emulation.functions import patch_once
 from capd_client.emulation.plans import EmulationPlan, give, plan_of, take
 from capd_client.emulation.products import words_of
 from capd_client.emulation.quantise import quantise
@@ -23,6 +22,7 @@ from capd_client.errors import ConfigError
 from capd_client.hooks import copies
 from capd_client.hooks.module_names import place_modules
 from capd_client.process.log import Notices
+from capd_client.process.patching import patch
 from capd_client.protocol.selection import matches_any
 from capd_client.tensors import emulation_label
 
@@ -132,7 +132,7 @@ class Emulation:
         for adapter in adapters.values():
             self._undo.extend(adapter.patches() if adapter.patches else ())
         for holder, adapter in dict.fromkeys((_holder(type(module)), adapter) for module, adapter in chosen):
-            self._undo.append(patch_once(holder, "forward", _forward_of(adapter)))
+            self._undo.append(patch(holder, "forward", _forward_of(adapter), innermost=True))
 
 
 def _forget_graphs() -> None:

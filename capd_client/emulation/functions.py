@@ -1,7 +1,7 @@
 """The patches of torch's functions that modules call for their products: F.scaled_dot_product_attention and F.linear.
 
-Each function is patched once per process, while a module is emulated whose forward calls it. `calling` names the
-plan that the function runs for.
+Each function is patched while a module is emulated whose forward calls it, below capd's other patches: so operands are
+captured before they are quantised. `calling` names the plan that the function runs for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from capd_client.emulation.plans import EmulationPlan, calling
 from capd_client.process.patching import patch
 from capd_client.steps import checkpointing
 
-__all__ = ["patch_attention", "patch_linear", "patch_multihead", "patch_once", "within"]
+__all__ = ["patch_attention", "patch_linear", "patch_multihead", "within"]
 
 Function = Callable[..., Any]
 _SDPA = "scaled_dot_product_attention"
@@ -43,36 +43,6 @@ def within(
         calling.attention, calling.linear = before
 
 
-# The users of each patch, then the function that undoes it.
-_shared: dict[tuple[int, str], list[Any]] = {}
-
-
-def patch_once(holder: Any, name: str, wrap: Callable[[Function], Function]) -> Callable[[], None]:
-    """Replace the attribute `name` of `holder` by `wrap(function)`, once for all emulations.
-
-    The replacement is below capd's other patches, so that operands are captured before they are quantised.
-
-    Returns:
-        The function that undoes the patch for this user.
-    """
-    key = id(holder), name
-    if key not in _shared:
-        _shared[key] = [patch(holder, name, wrap, innermost=True)]
-    user = object()
-    _shared[key].insert(0, user)
-
-    def undo() -> None:
-        *users, restore = _shared[key]
-        users.remove(user)
-        if users:
-            _shared[key] = [*users, restore]
-        else:
-            del _shared[key]
-            restore()
-
-    return undo
-
-
 def patch_attention() -> Iterator[Callable[[], None]]:
     """Patch F.scaled_dot_product_attention wherever it has been imported.
 
@@ -80,20 +50,20 @@ def patch_attention() -> Iterator[Callable[[], None]]:
     """
     yield checkpointing.carry(_taking_plans)
     for holder, name in [(functional, _SDPA), *_importers(torch._C._nn.scaled_dot_product_attention)]:
-        yield patch_once(holder, name, _attention)
+        yield patch(holder, name, _attention, innermost=True)
 
 
 def patch_linear() -> Iterator[Callable[[], None]]:
     """Patch F.linear. Yields the functions that undo the patch."""
     yield checkpointing.carry(_taking_plans)
-    yield patch_once(functional, "linear", _linear)
+    yield patch(functional, "linear", _linear, innermost=True)
 
 
 def patch_multihead() -> Iterator[Callable[[], None]]:
     """Patch both functions, and have compilers trace the function of nn.MultiheadAttention, which calls them."""
     yield from patch_attention()
     yield from patch_linear()
-    yield patch_once(functional, _MULTIHEAD, _traced)
+    yield patch(functional, _MULTIHEAD, _traced, innermost=True)
 
 
 @functools.lru_cache(maxsize=8)

@@ -25,10 +25,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from capd_client.emulation.functions import patch_once
 from capd_client.emulation.plans import EmulationPlan
 from capd_client.emulation.unfused import UnfusedProducts
 from capd_client.integrations.megatron import LAYERS, LINEAR_FUNCTIONS
+from capd_client.process.patching import patch
 
 __all__ = ["attention_forward", "is_attention", "is_linear", "linear_forward", "patch_linear_functions"]
 
@@ -82,7 +82,7 @@ def attention_forward(
 def patch_linear_functions() -> list[Callable[[], None]]:
     """Patch the functions that the linears multiply by. Returns the functions that undo the patches."""
     layers = sys.modules[LAYERS]
-    return [patch_once(layers, name, _asking) for name in LINEAR_FUNCTIONS]
+    return [patch(layers, name, _asking, innermost=True) for name in LINEAR_FUNCTIONS]
 
 
 def _asking(function: Function) -> Function:

@@ -14,21 +14,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from capd_client.emulation.functions import patch_attention, patch_once, within
+from capd_client.emulation.functions import patch_attention, within
 from capd_client.emulation.plans import EmulationPlan, calling
 from capd_client.emulation.unfused import UnfusedProducts
-from capd_client.integrations.callers import calls
+from capd_client.process.patching import patch
 
 __all__ = [
     "attention_forward",
     "attention_kernel",
     "conv1d_forward",
-    "is_attention",
     "is_conv1d",
     "patch_attentions",
 ]
 
-_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
 
 Function = Callable[..., Any]
@@ -43,13 +41,6 @@ def is_conv1d(module: nn.Module) -> bool:
 def conv1d_forward(original: Function, plan: EmulationPlan, module: Any, x: Tensor) -> Tensor:
     """Run the forward of a Conv1D."""
     return plan.multiply(x, module.weight.t(), module.bias)
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether this module asks transformers for an attention function."""
-    utils: Any = sys.modules.get("transformers.modeling_utils")
-    kind: type = type(module)
-    return utils is not None and not isinstance(module, utils.PreTrainedModel) and calls(kind, _REGISTRY)
 
 
 def attention_kernel(module: nn.Module) -> str:
@@ -71,7 +62,7 @@ def attention_forward(
 def patch_attentions() -> list[Callable[[], None]]:
     """Patch the functions that such modules may call. Returns the functions that undo the patches."""
     eager = [
-        patch_once(file, name, _eager)
+        patch(file, name, _eager, innermost=True)
         for file in list(sys.modules.values())
         if isinstance(file, ModuleType)
         for name in list(vars(file))

@@ -18,7 +18,7 @@ from capd_client.hooks.sites import QuantisedState, Site
 from capd_client.integrations.callers import names_in
 from capd_client.protocol.kinds import LINEAR
 
-__all__ = ["find_sites", "is_linear", "is_plain"]
+__all__ = ["calls_linear", "find_sites", "is_linear", "is_plain"]
 
 
 _LINEAR = FunctionSite("linear", LINEAR, ("input", "weight"), lambda: [(functional, "linear")], asks=False)
@@ -64,13 +64,13 @@ def _site_of(module: nn.Module) -> Optional[Site]:
         return Site(module, LINEAR, ("x",), state=_state_of_8bit)
     if "torchao.Float8Linear" in origin:
         return Site(module, LINEAR, ("input",), attributes=_BEFORE_CAST)
-    if _calls_linear(module):
+    if calls_linear(module):
         computed = is_parametrized(module) or type(module).forward is not nn.Linear.forward
         return Site(module, LINEAR, function=_LINEAR, computed=computed)
     return None
 
 
-def _calls_linear(module: nn.Module) -> bool:
+def calls_linear(module: nn.Module) -> bool:
     """Whether the call of F.linear in the forward of a Linear is the module's own product."""
     if not is_linear(module) or is_plain(module):
         return False

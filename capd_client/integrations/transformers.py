@@ -27,7 +27,7 @@ from capd_client.integrations.callers import calls
 from capd_client.process.dynamo import traced_as
 from capd_client.protocol.kinds import ATTENTION
 
-__all__ = ["find_sites"]
+__all__ = ["find_sites", "is_attention"]
 
 _Function = Callable[..., Any]
 _Wrap = Callable[[_Function], _Function]
@@ -125,8 +125,18 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     return {
         name: [Site(module, ATTENTION, function=_function_of(module.__class__, utils), attributes=_LAYOUT)]
         for name, module in model.named_modules()
-        if not isinstance(module, utils.PreTrainedModel) and calls(module.__class__, _REGISTRY)
+        if is_attention(module)
     }
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether this module asks transformers for an attention function."""
+    utils: Any = sys.modules.get("transformers.modeling_utils")
+    return (
+        utils is not None
+        and not isinstance(module, utils.PreTrainedModel)
+        and calls(module.__class__, _REGISTRY)
+    )
 
 
 def _function_of(kind: type[nn.Module], utils: ModuleType) -> FunctionSite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,17 @@ class _Place:
         self._inherited = name not in vars(holder)
         self._original: _Function = getattr(holder, name)
         self._ours = self._original
-        self._wraps: list[_Wrap] = []
+        # The users of each wrapper, the innermost first.
+        self._wraps: dict[_Wrap, int] = {}
 
     def add(self, wrap: _Wrap, *, innermost: bool) -> None:
-        if innermost and self._is_ours():
-            self._wraps.insert(0, wrap)
+        if wrap in self._wraps:
+            self._wraps[wrap] += 1
+        elif innermost and self._is_ours():
+            self._wraps = {wrap: 1, **self._wraps}
             self._set(self._wrapped())
         else:
-            self._wraps.append(wrap)
+            self._wraps[wrap] = 1
             self._set(wrap(getattr(self._holder, self._name)))
 
     def discard(self, wrap: _Wrap) -> bool:
@@ -35,9 +39,11 @@ class _Place:
 
         If the job has patched the attribute after us, that stays: our functions are below it and pass calls on.
         """
-        self._wraps.remove(wrap)
-        if self._is_ours():
-            self._set(self._wrapped())
+        self._wraps[wrap] -= 1
+        if not self._wraps[wrap]:
+            del self._wraps[wrap]
+            if self._is_ours():
+                self._set(self._wrapped())
         return not self._wraps
 
     def _is_ours(self) -> bool:
@@ -57,11 +63,13 @@ class _Place:
             setattr(self._holder, self._name, function)
 
 
+# Re-entrant, because a signal handler of the job may watch.
+_lock = threading.RLock()
 _places: dict[tuple[int, str], _Place] = {}
 
 
 def patch(holder: Any, name: str, wrap: _Wrap, *, innermost: bool = False) -> Callable[[], None]:
-    """Replace the function that `holder` has under `name` by `wrap(function)`.
+    """Replace the function that `holder` has under `name` by `wrap(function)`, once for all users of `wrap`.
 
     Args:
         holder: A module or class.
@@ -74,13 +82,15 @@ def patch(holder: Any, name: str, wrap: _Wrap, *, innermost: bool = False) -> Ca
         A function that undoes the replacement.
     """
     key = (id(holder), name)
-    place = _places.get(key)
-    if place is None:
-        place = _places[key] = _Place(holder, name)
-    place.add(wrap, innermost=innermost)
+    with _lock:
+        place = _places.get(key)
+        if place is None:
+            place = _places[key] = _Place(holder, name)
+        place.add(wrap, innermost=innermost)
 
     def undo() -> None:
-        if place.discard(wrap):
-            _places.pop(key, None)
+        with _lock:
+            if place.discard(wrap):
+                _places.pop(key, None)
 
     return undo
