@@ -29,7 +29,7 @@ from capd_client.graph.operators import (
     usable,
 )
 from capd_client.process.log import Notices
-from capd_client.protocol.key import Moment
+from capd_client.protocol.key import ORDINALS, Moment
 from capd_client.protocol.kinds import Kind
 from capd_client.tensors.autograd import autocast_dtype, hang, product_of
 from capd_client.tensors.inspect import local_part, without_modes
@@ -37,15 +37,14 @@ from capd_client.tensors.placements import mark, placements_of
 from capd_client.tensors.subclasses import is_taken_apart
 
 __all__ = [
-    "GRAD_OUTPUT", "FindsTap", "GraphCall", "GraphRoot", "GraphTap", "claim", "gradients_of", "graph_aliases",
+    "GRAD_OUTPUT", "GraphTap", "claim", "gradients_of", "graph_aliases",
     "graph_input", "refused", "release", "trace_call", "trace_root", "trace_root_end",
 ]  # fmt: skip
 
 GRAD_OUTPUT = 1
 """The bit of dY in `gradients_of`. The next bits are the operands, in order, and the parameter."""
 
-_FIELDS = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
-_NOT_CAPTURED = (-1,) * (3 + len(_FIELDS))
+_NOT_CAPTURED = (-1,) * (3 + len(ORDINALS))
 """The moment tensor of a call that is not captured: no tap, no hook on the parameter, no rules, no moment."""
 
 _notices = Notices()
@@ -53,20 +52,6 @@ _notices = Notices()
 _targets: dict[int, Callable[[], Any]] = {}
 _numbers = itertools.count()
 _refused = False
-
-
-class GraphCall(Protocol):
-    """A captured call that runs inside a compiled graph.
-
-    `rules`: the rules that captured it, as bits. `hook_number`: the hook on its parameter; -1 without a hook.
-    """
-
-    @property
-    def moment(self) -> Moment: ...
-    @property
-    def rules(self) -> int: ...
-    @property
-    def hook_number(self) -> int: ...
 
 
 class GraphTap(Protocol):
@@ -80,10 +65,8 @@ class GraphTap(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def graph_call(
-        self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool
-    ) -> Optional[GraphCall]:
-        """Capture one call and return it; None if it is not captured."""
+    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool) -> Any:
+        """Capture one call (`capd_client.hooks.calls.Call`) and return it; None if it is not captured."""
 
     def graph_gradient(
         self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
@@ -94,25 +77,13 @@ class GraphTap(Protocol):
         """Count an error inside capd."""
 
 
-class FindsTap(Protocol):
-    """The target of a number: a tap, or a patched function that finds the tap of its current call."""
-
-    def current(self) -> Optional[GraphTap]:
-        """Return the tap that captures now, if any."""
-
-
-class GraphRoot(Protocol):
-    """The watched model as compiled graphs use it."""
-
-    def begin(self, with_gradients: bool) -> None:
-        """Begin a forward of the model."""
-
-    def end(self) -> None:
-        """End the forward."""
-
-
 def claim(target: object) -> int:
-    """Return a new number for `target` in graphs; -1 if this torch cannot capture inside graphs."""
+    """Return a new number for `target` in graphs; -1 if this torch cannot capture inside graphs.
+
+    Args:
+        target: A tap or a patched function, whose `current()` returns the tap that captures now, if any. Or the hook of
+            a watched model, whose `begin` and `end` begin and end a forward.
+    """
     if not usable():
         return -1
     in_graphs(trace_call)
@@ -279,13 +250,13 @@ def _not_in_graph(what: str, error: Exception) -> None:
 
 
 def _begin(number: Tensor, with_gradients: bool) -> None:
-    root: Optional[GraphRoot] = _target(int(number))
+    root = _target(int(number))
     if root is not None:
         root.begin(with_gradients)
 
 
 def _end(number: Tensor) -> None:
-    root: Optional[GraphRoot] = _target(int(number))
+    root = _target(int(number))
     if root is not None:
         root.end()
 
@@ -297,8 +268,8 @@ def _tap(
     autocast: Optional[torch.dtype],
     placements: list[str],
 ) -> Tensor:
-    target: Optional[FindsTap] = _target(int(number))
-    tap = None if target is None else target.current()
+    target = _target(int(number))
+    tap: Optional[GraphTap] = None if target is None else target.current()
     call = None
     if tap is not None and not tap.closed:
         try:
@@ -309,8 +280,8 @@ def _tap(
             tap.failed("compiled forward", error)
     if tap is None or call is None:
         return torch.tensor(_NOT_CAPTURED, dtype=torch.int64, device="cpu")
-    numbers = [-1 if (value := getattr(call.moment, name)) is None else value for name in _FIELDS]
-    return torch.tensor([tap.number, call.hook_number, call.rules, *numbers], dtype=torch.int64, device="cpu")
+    numbers = [-1 if (value := getattr(call.moment, name)) is None else value for name in ORDINALS]
+    return torch.tensor([tap.number, call.hook, call.rules, *numbers], dtype=torch.int64, device="cpu")
 
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
@@ -319,7 +290,7 @@ def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> 
     if tap is None:
         return
     try:
-        given: dict[str, Any] = {n: v for n, v in zip(_FIELDS, values, strict=True) if v >= 0}
+        given: dict[str, Any] = {n: v for n, v in zip(ORDINALS, values, strict=True) if v >= 0}
         tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given), rules, hook)
     except Exception as error:
         tap.failed("compiled gradient hook", error)

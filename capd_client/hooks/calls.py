@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Protocol
+from typing import Optional
 
 import msgspec
 
@@ -11,17 +11,7 @@ from capd_client.steps import checkpointing
 from capd_client.steps.gate import Gate
 from capd_client.steps.trial_runs import trying
 
-__all__ = ["Call", "CapturedCalls", "ParameterGradient"]
-
-
-class ParameterGradient(Protocol):
-    """The hook that receives the gradient of a call's parameter. `number` identifies it in compiled graphs."""
-
-    @property
-    def number(self) -> int: ...
-
-    def expect(self, call: Call) -> None:
-        """Note that the gradient of the call's output has arrived. The gradient of its parameter follows."""
+__all__ = ["Call", "CapturedCalls"]
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -33,7 +23,8 @@ class Call(msgspec.Struct, frozen=True):
         rank: The rank of its records.
         recomputing: Whether activation checkpointing runs the call again.
         metadata: A JSON object, or empty.
-        hook: The hook on the call's parameter. None if its gradient is not wanted, or if only this call uses it.
+        hook: The number of the hook on the call's parameter (`capd_client.hooks.gradients`). -1 if the parameter's
+            gradient is not wanted, or if only this call uses the parameter.
     """
 
     moment: Moment
@@ -41,12 +32,7 @@ class Call(msgspec.Struct, frozen=True):
     rank: int
     recomputing: bool = False
     metadata: str = ""
-    hook: Optional[ParameterGradient] = None
-
-    @property
-    def hook_number(self) -> int:
-        """Return the number of the hook in compiled graphs; -1 without a hook."""
-        return -1 if self.hook is None else self.hook.number
+    hook: int = -1
 
 
 class CapturedCalls:

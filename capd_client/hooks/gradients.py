@@ -23,7 +23,7 @@ from capd_client.protocol.kinds import Kind
 from capd_client.steps import split_backward
 from capd_client.tensors.autograd import hang, hangs_on
 
-__all__ = ["GradHook", "ParameterHook", "ParameterHooks", "TakesGradient"]
+__all__ = ["GradHook", "ParameterHooks", "TakesGradient"]
 
 _numbers = itertools.count()
 
@@ -67,17 +67,12 @@ class GradHook(Hook):
 
 
 class ParameterHook(Hook):
-    """A tensor hook on a parameter. It runs once per backward, before the gradient is accumulated.
+    """A tensor hook on a parameter. It runs once per backward, before the gradient is accumulated."""
 
-    Attributes:
-        number: The hook's number in compiled graphs.
-    """
-
-    __slots__ = ("_deferred", "_expected", "_tap", "number")
+    __slots__ = ("_deferred", "_expected", "_tap")
 
     def __init__(self, tap: TakesGradient) -> None:
         self._tap = tap
-        self.number = next(_numbers)
         # The graph task of the last dY, and the first call of that backward.
         self._expected: tuple[int, Optional[Call]] = (-1, None)
         # micro-batch → the call whose dW a later backward computes.
@@ -119,33 +114,37 @@ class ParameterHooks:
     __slots__ = ("_hanging",)
 
     def __init__(self) -> None:
-        self._hanging: list[tuple[RemovableHandle, ParameterHook]] = []
+        # By number.
+        self._hanging: dict[int, tuple[RemovableHandle, ParameterHook]] = {}
 
-    def on(self, parameter: Any, tap: TakesGradient) -> Optional[ParameterHook]:
-        """Return the hook on the parameter of a call that is about to run; put one on if there is none.
+    def on(self, parameter: Any, tap: TakesGradient) -> int:
+        """Return the number of the hook on a call's parameter; put one on if there is none.
 
         Args:
-            parameter: The call's parameter, or None.
+            parameter: The parameter of a call that is about to run, or None.
             tap: The receiver of its gradient.
 
         Returns:
-            The hook. None if `parameter` gets no gradient.
+            The number, which compiled graphs pass on. -1 if `parameter` gets no gradient.
         """
         if not isinstance(parameter, Tensor) or not parameter.requires_grad:
-            return None
-        self._hanging = [one for one in self._hanging if one[0].hooks_dict_ref() is not None]
-        found = next((hook for handle, hook in self._hanging if hangs_on(handle, parameter)), None)
-        if found is None:
-            found = ParameterHook(tap)
-            self._hanging.append((hang(parameter, found), found))
-        return found
+            return -1
+        self._hanging = {n: one for n, one in self._hanging.items() if one[0].hooks_dict_ref() is not None}
+        for number, (handle, _) in self._hanging.items():
+            if hangs_on(handle, parameter):
+                return number
+        hook, number = ParameterHook(tap), next(_numbers)
+        self._hanging[number] = (hang(parameter, hook), hook)
+        return number
 
-    def numbered(self, number: int) -> Optional[ParameterHook]:
-        """Return the hook with this number, which a compiled graph passes; None if it is gone."""
-        return next((hook for _, hook in self._hanging if hook.number == number), None)
+    def expect(self, call: Call) -> None:
+        """Note that the gradient of the call's output has arrived. The gradient of its parameter follows."""
+        _, hook = self._hanging.get(call.hook, (None, None))
+        if hook is not None:
+            hook.expect(call)
 
     def remove(self) -> None:
         """Remove all hooks, also hooks that wait for the backward of a graph."""
-        for handle, _ in self._hanging:
+        for handle, _ in self._hanging.values():
             handle.remove()
-        self._hanging = []
+        self._hanging = {}

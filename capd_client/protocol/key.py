@@ -11,7 +11,7 @@ from typing import Annotated, Optional
 import msgspec
 from msgspec import Meta
 
-__all__ = ["MAX_INDEX", "MAX_NAME_CHARS", "MAX_NDIM", "Key", "Moment"]
+__all__ = ["MAX_INDEX", "MAX_NAME_CHARS", "MAX_NDIM", "ORDINALS", "Key", "Moment"]
 
 # A longer name is refused with a counted drop (`invalid_key`).
 MAX_NAME_CHARS = 4096
@@ -70,3 +70,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: Index = 0
     time_ns: Index = 0
     recompute: bool = False
+
+
+ORDINALS = tuple(name for name in Moment.__struct_fields__ if name not in ("time_ns", "recompute"))
+"""The fields of a moment that identify a record of its key, in order."""

@@ -14,32 +14,21 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from capd_client.errors import ConfigError
-from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.key import ORDINALS, Key, Moment
 
 __all__ = ["parse_reference", "reference_of"]
 
 _SCHEME = "capd:"
 _MAX_CHARS = 1 << 17
-_TEXTS = ("quant_type", "tensor_name", "phase", "layer_type", "operation", "component", "module", "stack")
-_KEY = (
-    "quant_type",
-    "rank",
-    "layer",
-    "phase",
-    "layer_type",
-    "operation",
-    "component",
-    "module",
-    "stack",
-    "tensor_name",
-)
+# The tensor's name is the last field of a key.
+_KEY = (*(name for name in Key.__struct_fields__ if name != "tensor_name"), "tensor_name")
+_NUMBERS = ("rank", "layer")
 _MAY_BE_EMPTY = ("layer_type", "component", "module", "stack")
-_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
 
 
 def reference_of(key: Key, moment: Moment) -> str:
     """Return the reference of the record of `key` at `moment`."""
-    given = [f"{name}={number}" for name in _MOMENT if (number := getattr(moment, name)) is not None]
+    given = [f"{name}={number}" for name in ORDINALS if (number := getattr(moment, name)) is not None]
     if not moment.attempt:
         # The attempt, which is the last one.
         given.pop()
@@ -64,14 +53,16 @@ def parse_reference(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
             text.removeprefix(_SCHEME),
             keep_blank_values=True,
             strict_parsing=True,
-            max_num_fields=len(_KEY + _MOMENT),
+            max_num_fields=len(_KEY + ORDINALS),
         )
-        given: dict[str, Any] = {name: value if name in _TEXTS else int(value) for name, value in pairs}
-        unknown = given.keys() - {*_KEY, *_MOMENT}
+        given: dict[str, Any] = {
+            name: int(value) if name in (*_NUMBERS, *ORDINALS) else value for name, value in pairs
+        }
+        unknown = given.keys() - {*_KEY, *ORDINALS}
         if unknown or len(given) < len(pairs):
             raise ValueError
         key = Key(**{name: given[name] for name in _KEY if name in given})
     except (ValueError, TypeError):
         raise ConfigError(f"{text!r:.200} is no reference of a capd record") from None
-    moment = {"attempt": 0} | {name: given[name] for name in _MOMENT if name in given}
+    moment = {"attempt": 0} | {name: given[name] for name in ORDINALS if name in given}
     return msgspec.structs.asdict(key), moment
