@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from torch import nn
+
+from capd_client.protocol.key import Key
+from capd_client.protocol.kinds import Kind, placement
 
 __all__ = ["Place", "clean_name", "place_modules", "place_of"]
 
@@ -44,6 +48,15 @@ class Place(NamedTuple):
     def of(self, suffix: str) -> Place:
         """Return the place of one of the module's several products."""
         return self._replace(module=_join(self.module, suffix)) if suffix else self
+
+    def key(self, kind: Kind, tensor_name: str, quant_type: str, rank: int) -> Key:
+        """Return the key of a tensor of a product at this place."""
+        operation, phase = placement(tensor_name)
+        return Key(
+            quant_type=quant_type, rank=rank, tensor_name=tensor_name, layer=self.layer, phase=phase,
+            layer_type=kind.layer_type, operation=operation, component=kind.component, module=self.module,
+            stack=self.stack,
+        )  # fmt: skip
 
 
 def clean_name(qualified: str) -> str:
@@ -96,15 +109,21 @@ def _join(prefix: str, name: str) -> str:
 
 def _layer_and_stack(model: nn.Module, qualified: str) -> tuple[Optional[int], str]:
     """Return the layer number and the qualified name of the layer list's owner; (None, "") outside of a layer list."""
-    module, path = model, qualified.split(".")
-    for depth, part in enumerate(path):
-        child = module._modules.get(part)
-        if child is None:
-            break
-        if part.isdigit() and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            return _declared_layer(child, int(part)), ".".join(path[: depth - 1])
-        module = child
+    path = qualified.split(".")
+    for depth, (module, child) in enumerate(_path(model, path)):
+        if path[depth].isdigit() and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return _declared_layer(child, int(path[depth])), ".".join(path[: depth - 1])
     return _layer_in_name(clean_name(qualified))
+
+
+def _path(model: nn.Module, names: list[str]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each pair of a module and its child on the way to a module of the model."""
+    for name in names:
+        child = model._modules.get(name)
+        if child is None:
+            return
+        yield model, child
+        model = child
 
 
 def _layer_in_name(name: str) -> tuple[Optional[int], str]:
@@ -114,14 +133,10 @@ def _layer_in_name(name: str) -> tuple[Optional[int], str]:
 
 def _in_whole_model(model: nn.Module, qualified: str) -> str:
     """Return the name with the number that a pipeline stage's layer has in the whole model."""
-    module, path = model, qualified.split(".")
-    for depth, part in enumerate(path):
-        child = module._modules.get(part)
-        if child is None:
-            break
+    path = qualified.split(".")
+    for depth, (module, child) in enumerate(_path(model, path)):
         if isinstance(module, nn.ModuleList) and _global_number(child) is not None:
             return ".".join((*path[:depth], str(_global_number(child)), *path[depth + 1 :]))
-        module = child
     return qualified
 
 

@@ -14,7 +14,6 @@ from capd_client.hooks.module_names import Place
 from capd_client.hooks.sink import Sink
 from capd_client.hooks.sites import QuantisedState, Site
 from capd_client.protocol.key import Key, Moment
-from capd_client.protocol.kinds import placement
 from capd_client.rules.resolve import Kept, Wanted, rules_of
 from capd_client.tensors import emulation_label
 
@@ -192,12 +191,7 @@ class Offers:
         asked = (tensor_name, dtype, cast_to, rank)
         if asked in self._named:
             return self._named[asked]
-        operation, phase = placement(tensor_name)
-        key = Key(
-            quant_type=self._sink.quant_type(cast_to or dtype), rank=rank, tensor_name=tensor_name,
-            layer=self._place.layer, phase=phase, layer_type=self._kind.layer_type, operation=operation,
-            component=self._kind.component, module=self._place.module, stack=self._place.stack,
-        )  # fmt: skip
+        key = self._place.key(self._kind, tensor_name, self._sink.quant_type(cast_to or dtype), rank)
         attributes = self._attributes_of(tensor_name)
         if cast_to is not None:
             attributes["cast_from"] = str(dtype).removeprefix("torch.")

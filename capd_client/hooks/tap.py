@@ -44,8 +44,8 @@ class Tap:
     """A tap on one product. Its methods may raise; callers pass the errors to `failed`."""
 
     __slots__ = (
-        "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_offers", "_parameter", "_parameter_gradient",
-        "_parameter_hooks", "_sink", "bound", "gate", "kind", "module", "number", "place", "uses_parameter",
+        "__weakref__", "_calls", "_computed", "_describe", "_gradients", "_parameter", "_parameter_gradient",
+        "_parameter_hooks", "_sink", "bound", "gate", "kind", "module", "number", "offers", "place", "uses_parameter",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +76,7 @@ class Tap:
         self._calls = CapturedCalls(gate)
         self._gradients = tuple(f"grad_{name}" for name in site.kind.operands)
         self._parameter_gradient = f"grad_{site.kind.parameter}"
-        self._offers = Offers(site, place, wanted, sink)
+        self.offers = Offers(site, place, wanted, sink)
         # Whether callers have to pass the parameter.
         self.uses_parameter = self._uses_parameter()
         self._parameter_hooks = ParameterHooks()
@@ -95,36 +95,14 @@ class Tap:
         return self.gate.closed_at == self.gate.context.iteration
 
     @property
-    def name(self) -> str:
-        """Return the module's name, as in the keys."""
-        return self.place.module
-
-    @property
     def tensors(self) -> frozenset[str]:
         """Return the names of the tensors that are captured in some step."""
-        return self._offers.tensors
-
-    @property
-    def rules(self) -> int:
-        """Return the rules that want any of these tensors, as bits."""
-        return self._offers.rules
-
-    def shape_of(self, tensor_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the kept part of a tensor of this shape."""
-        return self._offers.shape_of(tensor_name, shape)
-
-    def keeps_tensor(self, tensor_name: str) -> bool:
-        """Return whether more than the tensor's statistics is kept in some step."""
-        return self._offers.wanted(tensor_name).keeping != 0
+        return self.offers.tensors
 
     def steps_of(self, tensor_name: str) -> str:
         """Return the steps in which the job's own rules keep most of this tensor."""
-        wanted = self._offers.wanted(tensor_name)
+        wanted = self.offers.wanted(tensor_name)
         return self.gate.steps_of(wanted.keeping or wanted.mask)
-
-    def emulation_changed(self) -> None:
-        """Note that another emulation is active from now on. The attributes of the records name it."""
-        self._offers.forget_names()
 
     @property
     def captured_at(self) -> int:
@@ -153,7 +131,7 @@ class Tap:
         """
         if not module.training or self.module() is not module or is_tracing():
             return None
-        call = self._calls.next(self._offers.rules)
+        call = self._calls.next(self.offers.rules)
         if call is None or not isinstance(operands[0], Tensor):
             return None
         if not call.recomputing:
@@ -174,7 +152,7 @@ class Tap:
         """
         if not torch.is_grad_enabled():
             return None
-        kept = self._offers.kept[call.rules]
+        kept = self.offers.kept[call.rules]
         aliased: Optional[list[Any]] = None
         for place, name in enumerate(self._gradients):
             operand = operands[place]
@@ -186,7 +164,7 @@ class Tap:
 
     def wants(self, tensor_name: str, call: Call) -> bool:
         """Return whether the rules of this call want a tensor."""
-        return tensor_name in self._offers.kept[call.rules]
+        return tensor_name in self.offers.kept[call.rules]
 
     def end(self, call: Call, result: Any) -> None:
         """Capture the output of the call and put the gradient hook on it."""
@@ -195,11 +173,11 @@ class Tap:
         if call.moment.iteration != self.gate.context.iteration or not isinstance(output, Tensor):
             return
         if not call.recomputing:
-            self._offers.tensor(output, "output", call)
+            self.offers.tensor(output, "output", call)
         self._calls.keep(call)
         if not torch.is_grad_enabled() or not output.requires_grad:
             return
-        kept = self._offers.kept[call.rules]
+        kept = self.offers.kept[call.rules]
         if "grad_output" in kept or self._parameter_gradient in kept:
             hang(product_of(output), GradHook(self, "grad_output", call, output.shape))
 
@@ -218,13 +196,13 @@ class Tap:
         """
         *operands, parameter, output = tensors
         module = self.module()
-        call = None if module is None else self._calls.next(self._offers.rules)
+        call = None if module is None else self._calls.next(self.offers.rules)
         if call is None:
             return None
         held = _held(module, self._parameter)
         if not call.recomputing:
             self._capture_operands(operands, held if parameter is None else parameter, call, autocast)
-            self._offers.tensor(output, "output", call)
+            self.offers.tensor(output, "output", call)
         if not made:
             call = self._with_hook(call, held)
         self._calls.keep(call)
@@ -245,14 +223,14 @@ class Tap:
             # In a split backward, dY has already come in the part that computes the inputs' gradients.
             if split_backward.weights_of() is not None:
                 return
-            if call.hook is not None:
-                call.hook.expect(call)
-        if tensor_name not in self._offers.kept[call.rules]:
+            if call.hook >= 0:
+                self._parameter_hooks.expect(call)
+        if tensor_name not in self.offers.kept[call.rules]:
             return
         if shape is not None and gradient.shape != shape:
             gradient = gradient.detach().reshape(shape)
         moment = msgspec.structs.replace(call.moment, time_ns=time.time_ns())
-        self._offers.tensor(gradient, tensor_name, call, moment=moment)
+        self.offers.tensor(gradient, tensor_name, call, moment=moment)
 
     def graph_gradient(
         self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
@@ -269,7 +247,7 @@ class Tap:
         names = (*self.kind.operands, self.kind.parameter)
         name = "grad_output" if place is None else f"grad_{names[place]}"
         rank = self.gate.context.bind()
-        self.gradient(name, gradient, Call(moment, rules, rank, hook=self._parameter_hooks.numbered(hook)))
+        self.gradient(name, gradient, Call(moment, rules, rank, hook=hook))
 
     def failed(self, where: str, error: Exception) -> None:
         """Count an error inside capd and go on. No error leaves a tap."""
@@ -277,7 +255,7 @@ class Tap:
 
     def select(self, wanted: Mapping[str, Wanted]) -> None:
         """Capture these tensors from now on. Without any, pending gradients are not captured either."""
-        self._offers.want(wanted)
+        self.offers.want(wanted)
         self.uses_parameter = self._uses_parameter()
         if self._parameter_gradient not in self.tensors:
             self._parameter_hooks.remove()
@@ -293,9 +271,9 @@ class Tap:
         for name, operand in zip(self.kind.operands, operands, strict=True):
             if isinstance(operand, Tensor):
                 cast_to = None if autocast is None else product_dtype(operand, autocast)
-                self._offers.tensor(operand, name, call, cast_to)
+                self.offers.tensor(operand, name, call, cast_to)
         if isinstance(parameter, Tensor):
-            self._offers.parameter(parameter, self.module(), call, product_dtype(parameter, autocast))
+            self.offers.parameter(parameter, self.module(), call, product_dtype(parameter, autocast))
 
     def _uses_parameter(self) -> bool:
         return self.kind.parameter in self.tensors or self._parameter_gradient in self.tensors

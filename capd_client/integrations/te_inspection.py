@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import msgspec
 import torch
 
 from capd_client.config.watch_arguments import WatchPlan
+from capd_client.hooks.calls import Call
 from capd_client.hooks.module_names import Place, place_of
 from capd_client.hooks.sink import Sink
 from capd_client.protocol.key import Key, Moment
@@ -88,13 +89,6 @@ def _guarded(function: Any) -> Any:
         return None
 
 
-class _Call(NamedTuple):
-    """One call of a layer: its moment, and the rules that capture it."""
-
-    moment: Moment
-    rules: int
-
-
 class _Layer:
     """One layer: its keys, and the pending calls without a backward. The calls of a micro-batch are in one list."""
 
@@ -105,23 +99,23 @@ class _Layer:
         self.iteration = -1
         # The number of calls in each micro-batch.
         self.calls: dict[int, int] = {}
-        self.waiting: dict[int, list[_Call]] = {}
-        self.forward: Optional[_Call] = None
-        self.backward: Optional[_Call] = None
+        self.waiting: dict[int, list[Call]] = {}
+        self.forward: Optional[Call] = None
+        self.backward: Optional[Call] = None
         self.weight_at = -1
 
-    def begin(self, moment: Moment, rules: int) -> _Call:
+    def begin(self, moment: Moment, rules: int, rank: int) -> Call:
         """Begin a call. The first tensor of its forward has arrived."""
         if moment.iteration != self.iteration:
             self.iteration = moment.iteration
             self.calls, self.waiting = {}, {}
         number = self.calls.get(moment.micro_batch, 0)
         self.calls[moment.micro_batch] = number + 1
-        call = _Call(msgspec.structs.replace(moment, call=number), rules)
+        call = Call(msgspec.structs.replace(moment, call=number), rules, rank)
         self.waiting.setdefault(moment.micro_batch, []).append(call)
         return call
 
-    def begin_backward(self) -> Optional[_Call]:
+    def begin_backward(self) -> Optional[Call]:
         """Return the call whose backward begins. None if its forward was not captured."""
         if not self.waiting:
             return None
@@ -173,7 +167,7 @@ class _Inspection:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and not any(tensor is other for other in taken):
                 taken.append(tensor)
-                key = self._key(layer, tensor_name, tensor.dtype)
+                key = self._key(layer, tensor_name, tensor.dtype, call.rank)
                 self.sink.offer(tensor, key, moment, attributes=attributes, take=kept.take, store=kept.store)
 
     def _add(self, name: str) -> _Layer:
@@ -182,7 +176,7 @@ class _Inspection:
         layer = self._layers[name] = _Layer(place, resolve(self._rules, [target]).wanted[0])
         return layer
 
-    def _call_of(self, layer: _Layer, tensor_name: str) -> Optional[_Call]:
+    def _call_of(self, layer: _Layer, tensor_name: str) -> Optional[Call]:
         if placement(tensor_name)[0] == "backward":
             if tensor_name == "grad_output":
                 layer.backward = layer.begin_backward()
@@ -191,17 +185,13 @@ class _Inspection:
             return None
         if tensor_name == "input":
             rules = self._admits()
-            layer.forward = layer.begin(self.sink.context.moment(), rules) if rules else None
+            context = self.sink.context
+            layer.forward = layer.begin(context.moment(), rules, context.bind()) if rules else None
         return layer.forward
 
-    def _key(self, layer: _Layer, tensor_name: str, dtype: torch.dtype) -> Key:
-        rank = self.sink.context.bind()
+    def _key(self, layer: _Layer, tensor_name: str, dtype: torch.dtype, rank: int) -> Key:
         key = layer.keys.get((tensor_name, dtype))
         if key is None or key.rank != rank:
-            operation, phase = placement(tensor_name)
-            key = layer.keys[tensor_name, dtype] = Key(
-                quant_type=self.sink.quant_type(dtype), rank=rank, tensor_name=tensor_name,
-                layer=layer.place.layer, phase=phase, layer_type=LINEAR.layer_type, operation=operation,
-                component=LINEAR.component, module=layer.place.module, stack=layer.place.stack,
-            )  # fmt: skip
+            key = layer.place.key(LINEAR, tensor_name, self.sink.quant_type(dtype), rank)
+            layer.keys[tensor_name, dtype] = key
         return key

@@ -68,7 +68,7 @@ class LateWatch:
                 self._warn(len(self._taps))
             return
         whole = self._gate.whole(iteration) if self._forwards > before else 0
-        due = [tap for tap in self._taps if tap.rules & whole] if whole else []
+        due = [tap for tap in self._taps if tap.offers.rules & whole] if whole else []
         if due:
             self.cancel()
             heard = {id(tap.module()) for tap in due if tap.captured_at == iteration}

@@ -133,15 +133,15 @@ def _expected(tap: Any, sink: PlanSink) -> list[dict[str, Any]]:
         of = tensor_name.removeprefix("grad_")
         shape: list[Any] = ["…"]
         if of == kind.parameter and isinstance(parameter, Tensor):
-            shape = list(tap.shape_of(tensor_name, tuple(parameter.shape)))
+            shape = list(tap.offers.shape_of(tensor_name, tuple(parameter.shape)))
         elif of in widths:
             shape = ["rows", widths[of]]
         operation, phase = placement(tensor_name)
         rows.append({
-            "module": tap.name, "layer": tap.place.layer, "stack": tap.place.stack, "layer_type": kind.layer_type,
-            "component": kind.component, "operation": operation, "phase": phase, "tensor_name": tensor_name,
+            **tap.place._asdict(), "layer_type": kind.layer_type, "component": kind.component,
+            "operation": operation, "phase": phase, "tensor_name": tensor_name,
             "dtype": str(parameter.dtype).removeprefix("torch.") if isinstance(parameter, Tensor) else "…",
-            "kept": "tensor" if tap.keeps_tensor(tensor_name) else "statistics",
+            "kept": "tensor" if tap.offers.wanted(tensor_name).keeping else "statistics",
             "steps": tap.steps_of(tensor_name),
             "shapes": [shape],
         })  # fmt: skip

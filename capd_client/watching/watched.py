@@ -198,7 +198,7 @@ class Watched:
 
     def _emulation_changed(self) -> None:
         for tapped in (*self._own, *self._left):
-            tapped.tap.emulation_changed()
+            tapped.tap.offers.forget_names()
 
     def _tap(self, site: Site, place: Place, wanted: Mapping[str, Wanted], taps: list[_Tapped]) -> _Tapped:
         module = site.module
