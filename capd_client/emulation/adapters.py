@@ -92,12 +92,12 @@ def _calling(name: str) -> Callable[[Any], bool]:
 
 ADAPTERS: list[Adapter] = [
     Adapter(
-        "Megatron's linears", _LINEAR, megatron.is_linear, megatron.linear_forward, megatron.patch_linear_functions
+        "Megatron's linears", _LINEAR, megatron.is_linear, _calling_linear, megatron.patch_linear_functions
     ),
     Adapter("Megatron's core attention", _ATTENTION, megatron.is_attention, megatron.attention_forward),
     Adapter("transformers' Conv1D", _LINEAR, transformers.is_conv1d, transformers.conv1d_forward),
     Adapter(
-        "transformers' attention", _ATTENTION, is_attention, transformers.attention_forward,
+        "transformers' attention", _ATTENTION, is_attention, _calling_attention,
         transformers.patch_attentions,
     ),
     Adapter("nn.Linear", _LINEAR, _is_plain, _plain_linear),

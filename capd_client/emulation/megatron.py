@@ -18,32 +18,23 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from capd_client.emulation.plans import EmulationPlan
+from capd_client.emulation.plans import EmulationPlan, calling
 from capd_client.emulation.unfused import UnfusedProducts
 from capd_client.integrations.megatron import LAYERS, LINEAR_FUNCTIONS
 from capd_client.process.patching import patch
 
-__all__ = ["attention_forward", "is_attention", "is_linear", "linear_forward", "patch_linear_functions"]
+__all__ = ["attention_forward", "is_attention", "is_linear", "patch_linear_functions"]
 
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
 
 Function = Callable[..., Any]
-
-
-class _PlanOfThread(threading.local):
-    # The plan of the layer whose forward this thread is in.
-    plan: Optional[EmulationPlan] = None
-
-
-_local = _PlanOfThread()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -58,17 +49,6 @@ def is_attention(module: nn.Module) -> bool:
 
 def _is(module: nn.Module, file: str, *names: str) -> bool:
     return any(base.__module__ == file and base.__name__ in names for base in type(module).__mro__)
-
-
-def linear_forward(
-    original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """Run the forward of a parallel linear. The function that it multiplies by asks for the plan."""
-    before, _local.plan = _local.plan, plan
-    try:
-        return original(module, *args, **kwargs)
-    finally:
-        _local.plan = before
 
 
 def attention_forward(
@@ -90,7 +70,7 @@ def _asking(function: Function) -> Function:
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        plan = _local.plan
+        plan = calling.linear
         if plan is None:
             return function(*args, **kwargs)
         return _multiply(plan, signature.bind(*args, **kwargs).arguments)

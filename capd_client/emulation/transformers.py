@@ -20,7 +20,6 @@ from capd_client.emulation.unfused import UnfusedProducts
 from capd_client.process.patching import patch
 
 __all__ = [
-    "attention_forward",
     "attention_kernel",
     "conv1d_forward",
     "is_conv1d",
@@ -50,13 +49,6 @@ def attention_kernel(module: nn.Module) -> str:
     """
     name = str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
     return name if "flash" in name or "flex" in name else ""
-
-
-def attention_forward(
-    original: Function, plan: EmulationPlan, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """Run the forward of an attention module. The functions that it calls ask for the plan."""
-    return within(plan, None, original, module, *args, **kwargs)
 
 
 def patch_attentions() -> list[Callable[[], None]]:

@@ -69,7 +69,7 @@ _local = _AttentionOfThread()
 
 def _site_of(role: str) -> FunctionSite:
     """Return one of the linears. The last one also replaces the whole function."""
-    places = [(_linears, role)]
+    places: list[tuple[Any, str]] = [(_linears, role)]
     if role == _OUT:
         places.append((functional, "multi_head_attention_forward"))
     site = FunctionSite(

@@ -132,11 +132,8 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
 def is_attention(module: nn.Module) -> bool:
     """Whether this module asks transformers for an attention function."""
     utils: Any = sys.modules.get("transformers.modeling_utils")
-    return (
-        utils is not None
-        and not isinstance(module, utils.PreTrainedModel)
-        and calls(module.__class__, _REGISTRY)
-    )
+    kind: type = module.__class__
+    return utils is not None and not isinstance(module, utils.PreTrainedModel) and calls(kind, _REGISTRY)
 
 
 def _function_of(kind: type[nn.Module], utils: ModuleType) -> FunctionSite:
