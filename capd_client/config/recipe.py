@@ -34,7 +34,6 @@ _OPTIONS = ("elem", "block", "scale_mode", "rounding", "overflow", "tensor_scale
 _ABOUT_BACKWARD = ("backward", "gradient_rounding", "weight")
 _OF_RECIPE = (*PARTS, "level", "backward", "include", "exclude")
 _MAX_CHARS = 16_384
-_RESERVED = "a mapping with a format and its options"
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,10 @@ class QuantSpec:
         Raises:
             ConfigError: The format or an option is invalid. The message names `where`.
         """
-        if isinstance(given, str):
-            return None if given in BASELINES else _settled({"format": given}, where)
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{where} cannot be {given!r}; it is a format's name or {_RESERVED}")
-        return None if given.get("format") == NONE else _settled(dict(given), where)
+        if isinstance(given, str) and given in BASELINES:
+            return None
+        found = _mapping(given, where)
+        return None if found.get("format") == NONE else _settled(found, where)
 
     @property
     def for_weight(self) -> QuantSpec:
@@ -278,13 +276,20 @@ def _backward(given: Any, where: str) -> Union[str, QuantSpec]:
 
 def _inner(given: Any, where: str) -> QuantSpec:
     """Parse a format within another one. It has no backward of its own, and can be bf16 or fp16."""
-    if isinstance(given, str):
-        given = {"format": given}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} cannot be {given!r}; it is a format's name or {_RESERVED}")
-    if given.get("backward", "same") != "same" or given.get("gradient_rounding") is not None:
+    found = _mapping(given, where)
+    if found.get("backward", "same") != "same" or found.get("gradient_rounding") is not None:
         raise ConfigError(f"{where}: the format within a format has no backward of its own")
-    return _settled(dict(given), where)
+    return _settled(found, where)
+
+
+def _mapping(given: Any, where: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"format": given}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{where} cannot be {given!r}; it is a format's name or a mapping with a format and its options"
+        )
+    return dict(given)
 
 
 def _check_names(where: str, given: Mapping[str, Any], allowed: Iterable[str]) -> None:

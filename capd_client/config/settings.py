@@ -38,7 +38,6 @@ DEFAULT_MAX_BLOCK_MS = 30_000.0
 EMBEDDED_STORE = "./enhanced_tensor_logs"
 # sun_path holds 108 bytes, and the last one is NUL.
 MAX_SOCKET_PATH = 107
-_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class _Setting:
 
 
 _SETTINGS: dict[str, _Setting] = {
-    "run_id": _Setting(("CAPD_RUN_ID",), None, values.run_id),
+    "run_id": _Setting(("CAPD_RUN_ID",), None, values.text("a run id", 128)),
     "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES)),
     "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
     "watch": _Setting(("CAPD_WATCH",), "watch", values.one_of(WATCH)),
@@ -185,7 +184,9 @@ _SETTINGS: dict[str, _Setting] = {
     "ranks": _Setting((), "when.ranks", values.ranges),
     "rules": _Setting(("CAPD_SELECT",), "rule", values.rules),
     "slice": _Setting(("CAPD_SLICE",), "slice", values.slice_text),
-    "quant_type": _Setting(("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.label),
+    "quant_type": _Setting(
+        ("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.text("a quant_type", 256)
+    ),
     "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
     "log": _Setting(("CAPD_LOG",), None, values.log_level),
     "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.size(1 << 16, 1 << 44)),
@@ -260,7 +261,7 @@ class _Resolver:
         self._origins: dict[str, str] = {}
         self._file: Mapping[str, Any] = {}
         self._path: Optional[str] = None
-        strict = environ.get("CAPD_STRICT", "").strip().lower() in _TRUE
+        strict = environ.get("CAPD_STRICT", "").strip().lower() in values.TRUE
         self._strict = strict
         if strict:
             self._take("strict", True, "env CAPD_STRICT")
@@ -295,18 +296,18 @@ class _Resolver:
         """CAPD_ENDPOINT=off > TENSOR_SAVE_ENABLED=false > CAPD_ENDPOINT > TENSOR_SAVE_ENABLED=true > off."""
         text = self._environ.get("CAPD_ENDPOINT", "").strip()
         switch = self._environ.get("TENSOR_SAVE_ENABLED", "").strip().lower()
-        if switch and switch not in _TRUE | _FALSE:
+        if switch and switch not in values.TRUE | values.FALSE:
             self._report(f"TENSOR_SAVE_ENABLED={switch!r:.80} is neither true nor false", "; it is ignored")
         if text.lower() == "off":
             self._take("endpoint", None, "env CAPD_ENDPOINT")
-        elif switch in _FALSE:
+        elif switch in values.FALSE:
             self._take("endpoint", None, "env TENSOR_SAVE_ENABLED")
         elif text:
             try:
                 self._take("endpoint", parse_endpoint(text), "env CAPD_ENDPOINT")
             except ConfigError as error:
                 self._report(f"CAPD_ENDPOINT: {error}", "; capture is off")
-        elif switch in _TRUE:
+        elif switch in values.TRUE:
             self._take("embedded", self._embedded_store(), "env TENSOR_SAVE_ENABLED")
 
     def _embedded_store(self) -> str:

@@ -5,11 +5,10 @@ All raise ConfigError that says what is accepted.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from capd_client.config.file import read_rules_file
 from capd_client.config.sizes import parse_size
@@ -21,57 +20,63 @@ from capd_client.rules.schema import RuleSettings, parse_rules, rule_of_globs
 from capd_client.rules.slices import Slice
 
 __all__ = [
-    "emulation", "flag", "integer", "label", "log_level", "mode", "number", "one_of", "quota", "ranges", "rules",
-    "run_id", "sample_every", "size", "size_in", "slice_text", "store_root",
+    "FALSE", "TRUE", "emulation", "flag", "integer", "log_level", "mode", "number", "one_of", "quota", "ranges",
+    "rules", "sample_every", "size", "size_in", "slice_text", "store_root", "text",
 ]  # fmt: skip
 
+_Number = TypeVar("_Number", int, float)
+TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 _MAX_SAMPLE_EVERY = 10**9
 _SAMPLE = re.compile(r"sample:1/([1-9][0-9]{0,9})")
 
 
 def number(low: float, high: float) -> Callable[[Any], float]:
     """Return a converter to a finite number, within bounds."""
-
-    def convert(value: Any) -> float:
-        try:
-            result = float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{value!r} is not a number") from None
-        if not (math.isfinite(result) and low <= result <= high):
-            raise ConfigError(f"{value!r} is not between {low:g} and {high:g}")
-        return result
-
-    return convert
+    return _within(_number, low, high)
 
 
 def integer(low: int, high: int) -> Callable[[Any], int]:
     """Return a converter to a whole number, within bounds."""
-
-    def convert(value: Any) -> int:
-        try:
-            result = int(str(value), 10)
-        except ValueError:
-            raise ConfigError(f"{value!r} is not a whole number") from None
-        if not low <= result <= high:
-            raise ConfigError(f"{value!r} is not between {low} and {high}")
-        return result
-
-    return convert
+    return _within(_integer, low, high)
 
 
 def size(low: int, high: int) -> Callable[[Any], int]:
     """Return a converter to bytes, within bounds."""
+    return _within(_size, low, high, " bytes")
 
-    def convert(value: Any) -> int:
-        try:
-            result = parse_size(value)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+
+def _within(
+    read: Callable[[Any], _Number], low: _Number, high: _Number, unit: str = ""
+) -> Callable[[Any], _Number]:
+    def convert(value: Any) -> _Number:
+        result = read(value)
+        # NaN is not within bounds.
         if not low <= result <= high:
-            raise ConfigError(f"{value!r} is not between {low} and {high} bytes")
+            raise ConfigError(f"{value!r} is not between {low} and {high}{unit}")
         return result
 
     return convert
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{value!r} is not a number") from None
+
+
+def _integer(value: Any) -> int:
+    try:
+        return int(str(value), 10)
+    except ValueError:
+        raise ConfigError(f"{value!r} is not a whole number") from None
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
@@ -94,11 +99,9 @@ def size_in(unit: str, low: float, high: float) -> Callable[[Any], float]:
 def flag(value: Any) -> bool:
     """Convert 1/true/yes/on and 0/false/no/off."""
     word = str(value).strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"{value!r} is neither 1 nor 0")
+    if word not in TRUE | FALSE:
+        raise ConfigError(f"{value!r} is neither 1 nor 0")
+    return word in TRUE
 
 
 def ranges(value: Any) -> str:
@@ -142,6 +145,23 @@ def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
     return convert
 
 
+def log_level(value: Any) -> str:
+    """Convert the name of a log level, to upper case."""
+    return one_of(("debug", "info", "warning", "error", "critical"))(value).upper()
+
+
+def text(what: str, most: int) -> Callable[[Any], str]:
+    """Return a converter to text of 1 to `most` characters. `what` names it in the message."""
+
+    def convert(value: Any) -> str:
+        found = str(value)
+        if not 0 < len(found) <= most:
+            raise ConfigError(f"{what} has 1 to {most} characters, not {len(found)}")
+        return found
+
+    return convert
+
+
 def slice_text(value: Any) -> str:
     """Check a slice; return its text."""
     return Slice(str(value)).text
@@ -169,34 +189,10 @@ def mode(words: tuple[str, ...]) -> Callable[[Any], str]:
     return convert
 
 
-def log_level(value: Any) -> str:
-    """Convert the name of a log level, to upper case."""
-    name = str(value).strip().upper()
-    if name not in {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}:
-        raise ConfigError(f"{value!r} is not a log level (DEBUG, INFO, WARNING, ERROR, CRITICAL)")
-    return name
-
-
 def quota(value: Any) -> str:
     """Check a quota "N/M"; return its text."""
     parse_quota(str(value))
     return str(value).strip()
-
-
-def run_id(value: Any) -> str:
-    """Check the length of a run id."""
-    text = str(value)
-    if not 0 < len(text) <= 128:
-        raise ConfigError(f"a run id has 1 to 128 characters, not {len(text)}")
-    return text
-
-
-def label(value: Any) -> str:
-    """Check the length of a quant_type."""
-    text = str(value)
-    if not 0 < len(text) <= 256:
-        raise ConfigError(f"a quant_type has 1 to 256 characters, not {len(text)}")
-    return text
 
 
 def emulation(value: Any) -> Optional[str]:

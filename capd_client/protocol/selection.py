@@ -14,11 +14,10 @@ from capd_client.errors import ConfigError
 from capd_client.protocol.kinds import KINDS
 
 __all__ = [
-    "DEFAULT_TENSORS", "MAX_GLOBS", "MAX_GLOB_CHARS", "MAX_RANGE_CHARS", "TENSORS", "Ranges", "Selection",
+    "MAX_GLOBS", "MAX_GLOB_CHARS", "MAX_RANGE_CHARS", "TENSORS", "Ranges", "Selection",
     "matches_any",
 ]  # fmt: skip
 
-DEFAULT_TENSORS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.default_tensors))
 TENSORS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.tensors))
 
 MAX_RANGE_CHARS = 256

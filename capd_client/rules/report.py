@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from capd_client.process.text import number_ranges
+from capd_client.process.text import number_ranges, table_lines
 from capd_client.rules.resolve import Resolved, Rule, Target, run_together
 
 __all__ = ["counted", "in_words", "plan_lines", "rank_left_out", "rank_problems", "tensors_text"]
@@ -32,16 +32,13 @@ def in_words(what: str, resolved: Resolved, *, simple: bool) -> tuple[str, str]:
 
 def plan_lines(resolved: Resolved) -> list[str]:
     """Return the lines of a table: each rule with its modules, tensors, moments and store."""
-    rows = [("rule", "modules", "tensors", "steps", "keeps")]
+    rows = []
     for number, rule in enumerate(resolved.rules):
         targets = [resolved.targets[at] for at in resolved.chosen[number]]
         rows.append(
             (rule.name, _modules(targets), tensors_text(rule, targets) or "-", _moments(rule), rule.store)
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return table_lines(("rule", "modules", "tensors", "steps", "keeps"), rows)
 
 
 def _modules(targets: Sequence[Target]) -> str:

@@ -167,9 +167,12 @@ def check_fields(table: Mapping[str, Any], known: Collection[str], where: str = 
 
 def unknown_setting(name: str, known: Collection[str], where: str = "", prefix: str = "") -> str:
     """Return the message about an unknown key, with the nearest known one."""
+    return f"unknown setting {prefix}{name[:80]}{where}; {_nearest(name, known, prefix)}"
+
+
+def _nearest(name: str, known: Collection[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(name[:80], known, n=1)
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-    return f"unknown setting {prefix}{name[:80]}{where}; {hint}"
+    return f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
 
 
 def rule_label(document: object, number: int) -> str:
@@ -194,6 +197,4 @@ def _check_names(field: str, names: Iterable[str]) -> None:
 def _check_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name[:80], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{field}: {name[:80]!r} is unknown; {hint}")
+            raise ConfigError(f"{field}: {name[:80]!r} is unknown; {_nearest(name, known)}")
