@@ -248,16 +248,7 @@ def _run_hooks_after(
 
 
 _search = _Search()
-
-
-def begin() -> None:
-    """Begin the search."""
-    _search.begin()
-
-
-def end() -> None:
-    """End the search, because the job calls `watch` itself."""
-    _search.end()
+begin, end = _search.begin, _search.end
 
 
 def searching() -> bool:

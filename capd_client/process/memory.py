@@ -44,17 +44,17 @@ def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) 
 
 def default_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
     """Return the arena size of one rank: 20 % of the available memory over the node's ranks, 1 MiB … 2 GiB."""
-    if available is None:
-        available = available_nbytes()
-    share = int(available * SHARE) // max(1, local_world_size)
-    return max(MIN_ARENA_NBYTES, min(MAX_ARENA_NBYTES, share))
+    return min(MAX_ARENA_NBYTES, _share(SHARE, local_world_size, available))
 
 
 def most_arena_nbytes(local_world_size: int, available: Optional[int] = None) -> int:
     """Return the largest arena of one rank on request: half of the available memory over the node's ranks."""
-    if available is None:
-        available = available_nbytes()
-    return max(MIN_ARENA_NBYTES, int(available * MOST_SHARE) // max(1, local_world_size))
+    return _share(MOST_SHARE, local_world_size, available)
+
+
+def _share(share: float, local_world_size: int, available: Optional[int]) -> int:
+    nbytes = available_nbytes() if available is None else available
+    return max(MIN_ARENA_NBYTES, int(nbytes * share) // max(1, local_world_size))
 
 
 def available_nbytes(root: str = "/") -> int:

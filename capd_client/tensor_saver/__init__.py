@@ -47,7 +47,7 @@ def _method(
     """Return a function that calls this method of the object that `owner` returns."""
 
     @untraced
-    @functools.wraps(method)
+    @functools.wraps(method, assigned=("__name__", "__doc__"))
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(owner(), method.__name__)(*args, **kwargs)
 
