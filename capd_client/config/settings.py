@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from capd_client.config import values
 from capd_client.config.file import read_settings_file
@@ -38,6 +38,19 @@ DEFAULT_MAX_BLOCK_MS = 30_000.0
 EMBEDDED_STORE = "./enhanced_tensor_logs"
 # sun_path holds 108 bytes, and the last one is NUL.
 MAX_SOCKET_PATH = 107
+
+
+class _Setting(NamedTuple):
+    """The sources of a field: environment variables in order of precedence, the key in the file, the converter."""
+
+    variables: tuple[str, ...]
+    # The dotted path in capd.toml; "" is the field's own name.
+    key: str
+    convert: Callable[[Any], Any]
+
+
+def _setting(default: Any, convert: Callable[[Any], Any], *variables: str, key: str = "") -> Any:
+    return field(default=default, metadata={"setting": _Setting(variables, key, convert)})
 
 
 @dataclass(frozen=True)
@@ -86,37 +99,43 @@ class ClientConfig:
 
     endpoint: Optional[str] = None
     embedded: Optional[str] = None
-    run_id: Optional[str] = None
-    policy: str = "drop"
-    mode: str = "tensor"
-    watch: str = "auto"
-    steps: str = "0"
-    micro_batches: str = "all"
-    ranks: str = "all"
-    rules: tuple[RuleSettings, ...] = ()
-    slice: Optional[str] = None
-    quant_type: Optional[str] = None
-    exit_timeout_s: float = 30.0
-    log: Optional[str] = None
-    arena_bytes: Optional[int] = None
-    max_mb_per_step: Optional[float] = None
-    max_d2h_gbps: Optional[float] = None
-    ring_bytes: Optional[int] = None
-    piece_bytes: Optional[int] = None
-    snapshot: str = "always"
-    ring: Optional[str] = None
-    gpu_calls: str = "raw"
-    max_block_ms: float = DEFAULT_MAX_BLOCK_MS
+    run_id: Optional[str] = _setting(None, values.text("a run id", 128), "CAPD_RUN_ID")
+    policy: str = _setting("drop", values.one_of(POLICIES), "CAPD_POLICY")
+    mode: str = _setting("tensor", values.mode(MODES), "CAPD_MODE")
+    watch: str = _setting("auto", values.one_of(WATCH), "CAPD_WATCH")
+    steps: str = _setting("0", values.ranges, "CAPD_STEPS", key="when.steps")
+    micro_batches: str = _setting("all", values.ranges, key="when.micro_batches")
+    ranks: str = _setting("all", values.ranges, key="when.ranks")
+    rules: tuple[RuleSettings, ...] = _setting((), values.rules, "CAPD_SELECT", key="rule")
+    slice: Optional[str] = _setting(None, values.slice_text, "CAPD_SLICE")
+    quant_type: Optional[str] = _setting(
+        None, values.text("a quant_type", 256), "CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"
+    )
+    exit_timeout_s: float = _setting(30.0, values.number(0, 86_400), "CAPD_EXIT_TIMEOUT_S")
+    log: Optional[str] = _setting(None, values.log_level, "CAPD_LOG")
+    arena_bytes: Optional[int] = _setting(None, values.size(1 << 16, 1 << 44), "CAPD_ARENA_BYTES")
+    max_mb_per_step: Optional[float] = _setting(
+        None, values.size_in("MB", 0.001, 1e9), "CAPD_MAX_MB_PER_STEP"
+    )
+    max_d2h_gbps: Optional[float] = _setting(None, values.size_in("GB", 0.001, 1e6), "CAPD_MAX_D2H_GBPS")
+    ring_bytes: Optional[int] = _setting(None, values.size(1 << 16, 1 << 44), "CAPD_RING_BYTES")
+    piece_bytes: Optional[int] = _setting(
+        None, values.size(MIN_PIECE_NBYTES, MAX_PIECE_NBYTES), "CAPD_PIECE_BYTES"
+    )
+    snapshot: str = _setting("always", values.one_of(SNAPSHOTS), "CAPD_SNAPSHOT")
+    ring: Optional[str] = _setting(None, values.one_of(RINGS), "CAPD_RING")
+    gpu_calls: str = _setting("raw", values.one_of(GPU_CALLS), "CAPD_GPU_CALLS")
+    max_block_ms: float = _setting(DEFAULT_MAX_BLOCK_MS, values.number(0, 86_400_000), "CAPD_MAX_BLOCK_MS")
     strict: bool = False
-    ping_s: float = 5.0
-    iteration: int = 0
-    sample_idx: Optional[int] = None
-    replace_tensor_saver: bool = False
-    emulate: Optional[str] = None
-    collect: Optional[str] = None
-    collect_dir: Optional[str] = None
-    plan: Optional[str] = None
-    plan_steps: int = 3
+    ping_s: float = _setting(5.0, values.number(0.01, 3600), "CAPD_PING_S")
+    iteration: int = _setting(0, values.integer(0, MAX_INDEX), "CAPD_ITERATION", "TENSOR_SAVER_ITERATION")
+    sample_idx: Optional[int] = _setting(None, values.integer(0, MAX_INDEX), "CURRENT_SAMPLE_IDX")
+    replace_tensor_saver: bool = _setting(False, values.flag, "CAPD_REPLACE_TENSOR_SAVER")
+    emulate: Optional[str] = _setting(None, values.emulation, "CAPD_EMULATE")
+    collect: Optional[str] = _setting(None, values.quota, "CAPD_COLLECT")
+    collect_dir: Optional[str] = _setting(None, str, "CAPD_COLLECT_DIR")
+    plan: Optional[str] = _setting(None, str, "CAPD_PLAN")
+    plan_steps: int = _setting(3, values.integer(1, 1000), "CAPD_PLAN_STEPS")
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -164,56 +183,11 @@ def parse_endpoint(text: str) -> str:
     return os.path.abspath(path)
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """The sources of a field: environment variables in order of precedence, the key in the file, the converter."""
-
-    variables: tuple[str, ...]
-    # The dotted path in capd.toml.
-    key: Optional[str]
-    convert: Callable[[Any], Any]
-
-
 _SETTINGS: dict[str, _Setting] = {
-    "run_id": _Setting(("CAPD_RUN_ID",), None, values.text("a run id", 128)),
-    "policy": _Setting(("CAPD_POLICY",), "policy", values.one_of(POLICIES)),
-    "mode": _Setting(("CAPD_MODE",), "mode", values.mode(MODES)),
-    "watch": _Setting(("CAPD_WATCH",), "watch", values.one_of(WATCH)),
-    "steps": _Setting(("CAPD_STEPS",), "when.steps", values.ranges),
-    "micro_batches": _Setting((), "when.micro_batches", values.ranges),
-    "ranks": _Setting((), "when.ranks", values.ranges),
-    "rules": _Setting(("CAPD_SELECT",), "rule", values.rules),
-    "slice": _Setting(("CAPD_SLICE",), "slice", values.slice_text),
-    "quant_type": _Setting(
-        ("CAPD_QUANT_TYPE", "CUSTOM_QUANT_TYPE"), "quant_type", values.text("a quant_type", 256)
-    ),
-    "exit_timeout_s": _Setting(("CAPD_EXIT_TIMEOUT_S",), "exit_timeout_s", values.number(0, 86_400)),
-    "log": _Setting(("CAPD_LOG",), None, values.log_level),
-    "arena_bytes": _Setting(("CAPD_ARENA_BYTES",), "arena_bytes", values.size(1 << 16, 1 << 44)),
-    "max_mb_per_step": _Setting(
-        ("CAPD_MAX_MB_PER_STEP",), "max_mb_per_step", values.size_in("MB", 0.001, 1e9)
-    ),
-    "max_d2h_gbps": _Setting(("CAPD_MAX_D2H_GBPS",), "max_d2h_gbps", values.size_in("GB", 0.001, 1e6)),
-    "ring_bytes": _Setting(("CAPD_RING_BYTES",), "ring_bytes", values.size(1 << 16, 1 << 44)),
-    "piece_bytes": _Setting(
-        ("CAPD_PIECE_BYTES",), "piece_bytes", values.size(MIN_PIECE_NBYTES, MAX_PIECE_NBYTES)
-    ),
-    "snapshot": _Setting(("CAPD_SNAPSHOT",), "snapshot", values.one_of(SNAPSHOTS)),
-    "ring": _Setting(("CAPD_RING",), "ring", values.one_of(RINGS)),
-    "gpu_calls": _Setting(("CAPD_GPU_CALLS",), None, values.one_of(GPU_CALLS)),
-    "max_block_ms": _Setting(("CAPD_MAX_BLOCK_MS",), "max_block_ms", values.number(0, 86_400_000)),
-    "replace_tensor_saver": _Setting(("CAPD_REPLACE_TENSOR_SAVER",), None, values.flag),
-    "emulate": _Setting(("CAPD_EMULATE",), None, values.emulation),
-    "ping_s": _Setting(("CAPD_PING_S",), None, values.number(0.01, 3600)),
-    "collect": _Setting(("CAPD_COLLECT",), None, values.quota),
-    "collect_dir": _Setting(("CAPD_COLLECT_DIR",), None, str),
-    "plan": _Setting(("CAPD_PLAN",), None, str),
-    "plan_steps": _Setting(("CAPD_PLAN_STEPS",), None, values.integer(1, 1000)),
-    "iteration": _Setting(("CAPD_ITERATION", "TENSOR_SAVER_ITERATION"), None, values.integer(0, MAX_INDEX)),
-    "sample_idx": _Setting(("CURRENT_SAMPLE_IDX",), None, values.integer(0, MAX_INDEX)),
+    one.name: setting._replace(key=setting.key or one.name)
+    for one in fields(ClientConfig)
+    if (setting := one.metadata.get("setting")) is not None
 }
-
-
 VARIABLES = frozenset(
     {
         "CAPD_ATTEMPT", "CAPD_CONFIG", "CAPD_ENDPOINT", "CAPD_STRICT", "TENSOR_SAVE_DIR", "TENSOR_SAVE_ENABLED",
@@ -278,7 +252,7 @@ class _Resolver:
     def resolve(self, name: str, setting: _Setting) -> None:
         """Take the first usable value: the variables in order, then the file."""
         candidates = [(self._environ[v], f"env {v}") for v in setting.variables if self._environ.get(v)]
-        if setting.key is not None and setting.key in self._file:
+        if setting.key in self._file:
             candidates.append((self._file[setting.key], f"file {self._path}"))
         for value, origin in candidates:
             if self._try(name, setting, value, origin):

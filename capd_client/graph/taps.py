@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Optional, Protocol
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from capd_client.tensors.placements import mark, placements_of
 from capd_client.tensors.subclasses import is_taken_apart
 
 __all__ = [
-    "GRAD_OUTPUT", "GraphTap", "claim", "gradients_of", "graph_aliases",
+    "GRAD_OUTPUT", "claim", "gradients_of", "graph_aliases",
     "graph_input", "refused", "release", "trace_call", "trace_root", "trace_root_end",
 ]  # fmt: skip
 
@@ -54,35 +54,12 @@ _numbers = itertools.count()
 _refused = False
 
 
-class GraphTap(Protocol):
-    """A tap as compiled graphs use it.
-
-    `number`: its number in graphs. `closed`: whether the current iteration is known not to be captured.
-    """
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-
-    def graph_call(self, tensors: Sequence[Any], autocast: Optional[torch.dtype], *, made: bool) -> Any:
-        """Capture one call (`capd_client.hooks.calls.Call`) and return it; None if it is not captured."""
-
-    def graph_gradient(
-        self, place: Optional[int], gradient: Tensor, moment: Moment, rules: int, hook: int
-    ) -> None:
-        """Capture a gradient of a call. hook: the number of the hook on its parameter."""
-
-    def failed(self, where: str, error: Exception) -> None:
-        """Count an error inside capd."""
-
-
 def claim(target: object) -> int:
     """Return a new number for `target` in graphs; -1 if this torch cannot capture inside graphs.
 
     Args:
-        target: A tap or a patched function, whose `current()` returns the tap that captures now, if any. Or the hook of
-            a watched model, whose `begin` and `end` begin and end a forward.
+        target: A tap (`capd_client.hooks.tap.Tap`) or a patched function (`FunctionSite` beside it), whose `current()`
+            returns the tap that captures now, if any. Or the hook of a watched model (`RootHook` beside it).
     """
     if not usable():
         return -1
@@ -155,20 +132,12 @@ def _target(number: int) -> Any:
 
 def trace_root(number: Tensor, with_gradients: bool) -> None:
     """Put the beginning of a root's forward into the graph."""
-    try:
-        if _takes_operators():
-            _BEGIN(number, with_gradients)
-    except Exception as error:
-        _not_in_graph("the root", error)
+    _put("the root", _BEGIN, number, with_gradients)
 
 
 def trace_root_end(number: Tensor) -> None:
     """Put the end of a root's forward into the graph. Only an evaluation needs it."""
-    try:
-        if _takes_operators():
-            _END(number)
-    except Exception as error:
-        _not_in_graph("the root", error)
+    _put("the root", _END, number)
 
 
 def trace_call(number: Tensor, gradients: int, *tensors: Optional[Tensor]) -> None:
@@ -179,11 +148,15 @@ def trace_call(number: Tensor, gradients: int, *tensors: Optional[Tensor]) -> No
         gradients: The gradients that get hooks, as bits.
         tensors: The operands, the parameter or None, and the output. Operands whose gradients are wanted are aliases.
     """
+    _put("a product", _trace_call, number, gradients, *tensors)
+
+
+def _put(what: str, operator: Callable[..., None], *args: Any) -> None:
     try:
         if _takes_operators():
-            _trace_call(number, gradients, *tensors)
+            operator(*args)
     except Exception as error:
-        _not_in_graph("a product", error)
+        _not_in_graph(what, error)
 
 
 def _takes_operators() -> bool:
@@ -269,7 +242,7 @@ def _tap(
     placements: list[str],
 ) -> Tensor:
     target = _target(int(number))
-    tap: Optional[GraphTap] = None if target is None else target.current()
+    tap = None if target is None else target.current()
     call = None
     if tap is not None and not tap.closed:
         try:
@@ -286,7 +259,7 @@ def _tap(
 
 def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> None:
     number, hook, rules, *values = moment.tolist()
-    tap: Optional[GraphTap] = _target(number)
+    tap = _target(number)
     if tap is None:
         return
     try:

@@ -10,7 +10,7 @@ split again for every call. Each tensor keeps its hook until its own backward. O
 from __future__ import annotations
 
 import itertools
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -19,39 +19,20 @@ from torch.utils.hooks import RemovableHandle
 from capd_client.hooks.base import Hook
 from capd_client.hooks.calls import Call
 from capd_client.process.dynamo import untraced
-from capd_client.protocol.kinds import Kind
 from capd_client.steps import split_backward
 from capd_client.tensors.autograd import hang, hangs_on
 
-__all__ = ["GradHook", "ParameterHooks", "TakesGradient"]
+__all__ = ["GradHook", "ParameterHooks"]
 
 _numbers = itertools.count()
 
 
-class TakesGradient(Protocol):
-    """The receiver of gradients: a tap."""
-
-    @property
-    def kind(self) -> Kind:
-        """Return the kind of the product."""
-
-    def gradient(
-        self, tensor_name: str, gradient: Tensor, call: Call, shape: Optional[torch.Size] = None
-    ) -> None:
-        """Capture the gradient of a tensor of this call. `shape`: the shape of its record; None: its own."""
-
-    def failed(self, where: str, error: Exception) -> None:
-        """Count an error inside capd."""
-
-
 class GradHook(Hook):
-    """A tensor hook that carries a call's moment into its backward."""
+    """A tensor hook that carries a call's moment into its backward. The tap (`hooks.tap.Tap`) takes the gradient."""
 
     __slots__ = ("_call", "_shape", "_tap", "_tensor_name")
 
-    def __init__(
-        self, tap: TakesGradient, tensor_name: str, call: Call, shape: Optional[torch.Size] = None
-    ) -> None:
+    def __init__(self, tap: Any, tensor_name: str, call: Call, shape: Optional[torch.Size] = None) -> None:
         self._shape = shape
         self._tap = tap
         self._tensor_name = tensor_name
@@ -71,7 +52,7 @@ class ParameterHook(Hook):
 
     __slots__ = ("_deferred", "_expected", "_tap")
 
-    def __init__(self, tap: TakesGradient) -> None:
+    def __init__(self, tap: Any) -> None:
         self._tap = tap
         # The graph task of the last dY, and the first call of that backward.
         self._expected: tuple[int, Optional[Call]] = (-1, None)
@@ -117,7 +98,7 @@ class ParameterHooks:
         # By number.
         self._hanging: dict[int, tuple[RemovableHandle, ParameterHook]] = {}
 
-    def on(self, parameter: Any, tap: TakesGradient) -> int:
+    def on(self, parameter: Any, tap: Any) -> int:
         """Return the number of the hook on a call's parameter; put one on if there is none.
 
         Args:
