@@ -92,14 +92,8 @@ class _Parents:
             return None
         from importlib.machinery import ModuleSpec
 
-        # It has a loader's methods.
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Return None for an ordinary empty module."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Leave the module empty."""
+        # Without a loader it is a namespace package, here one without a directory.
+        return ModuleSpec(name, None, is_package=True)
 
 
 class _Spare:

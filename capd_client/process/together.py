@@ -186,7 +186,7 @@ class _Gatherer:
                 return
             peer.settimeout(_RETRY_S)
             try:
-                line = _decode(_received(peer))
+                line = _decode(peer.recv(_MAX_NBYTES))
             except (OSError, msgspec.MsgspecError):
                 return
         _, ranks = self._waiting.setdefault((line.level, line.text), (time.monotonic() + GATHER_S, set()))
@@ -199,15 +199,6 @@ class _Gatherer:
                 del self._waiting[level, text]
                 with suppress(Exception):
                     self._say(level, f"rank{'s' * (len(ranks) > 1)} {number_ranges(sorted(ranks))}: {text}")
-
-
-def _received(peer: socket.socket) -> bytes:
-    """Return the peer's line. A peer that stopped between connecting and sending learns that it failed."""
-    try:
-        return peer.recv(_MAX_NBYTES)
-    except TimeoutError:
-        peer.shutdown(socket.SHUT_RD)
-        return peer.recv(_MAX_NBYTES)
 
 
 def _sent(address: str, line: Optional[Line]) -> bool:
