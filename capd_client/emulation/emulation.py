@@ -55,8 +55,12 @@ def emulate(
         include: Globs over module names without wrappers ("layers.*.mlp.*"), instead of the recipe's. Default: all.
             A glob that matches no module that multiplies is logged.
         exclude: Globs of modules that are left alone ("lm_head"). It takes precedence over `include`.
-        evaluation: Also emulate forwards without gradients in evaluation mode. The emulation, with `recipe`,
-            `modules` (names), `left_alone` (reasons by name), and `remove()`.
+        evaluation: Also emulate forwards without gradients in evaluation mode.
+
+    Returns:
+        The emulation, with `recipe`, `modules` (names), `left_alone` (reasons by name), and `remove()`.
+
+    Raises:
         ConfigError: The recipe cannot be read, the globs leave no module, or a module is already emulated. In the
             last case, call `remove()` of that emulation first.
     """

@@ -21,7 +21,7 @@ from capd_client.tensors import emulation_label
 if TYPE_CHECKING:
     from capd_client.emulation.emulation import Emulation
 
-__all__ = ["emulate_as_told", "job_quantises"]
+__all__ = ["emulate_from_settings", "job_quantises"]
 
 
 _notices = Notices()
@@ -32,7 +32,7 @@ _own: Optional[str] = None
 _said = False
 
 
-def emulate_as_told(models: Union[nn.Module, Iterable[nn.Module]], config: ClientConfig) -> None:
+def emulate_from_settings(models: Union[nn.Module, Iterable[nn.Module]], config: ClientConfig) -> None:
     """Emulate the recipe of `config` in the models that are not yet emulated. Raises only under CAPD_STRICT=1.
 
     Nothing happens without a recipe and under `capd plan`. Models in which the job emulates something itself are

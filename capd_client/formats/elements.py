@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from capd_client.formats.tables import kept
+from capd_client.formats.tables import cached
 
 __all__ = ["ELEMENTS", "FP16", "Element", "codes_of", "decode_table", "quantise"]
 
@@ -77,7 +77,7 @@ ELEMENTS = {
 FP16 = Element("fp16", 5, 10, 15, 65504.0, infinity=0x7C00, nan=0x7E00)
 
 
-@kept
+@cached
 def decode_table(element: Element, device: torch.device) -> torch.Tensor:
     """Return the values of all codes, float32 [2 * sign_code]."""
     values = [element.value(code) for code in range(2 * element.sign_code)]
@@ -160,7 +160,7 @@ def codes_of(values: torch.Tensor, element: Element) -> torch.Tensor:
     return _code_table(element, values.device).index_select(0, patterns.reshape(-1)).view(values.shape)
 
 
-@kept
+@cached
 def _code_table(element: Element, device: torch.device) -> torch.Tensor:
     """Return the codes by the upper half of a value's float32 pattern, uint8 [65536].
 

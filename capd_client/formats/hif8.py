@@ -34,7 +34,7 @@ from typing import Optional
 import torch
 
 from capd_client.formats.spec import Spec
-from capd_client.formats.tables import kept
+from capd_client.formats.tables import cached
 
 __all__ = ["hif8_codes", "hif8_table", "hif8_values"]
 
@@ -73,7 +73,7 @@ def first_code(exponent: int) -> int:
     return start + ((size - half) + half * (exponent < 0) << mantissa_bits(exponent))
 
 
-@kept
+@cached
 def hif8_table(device: torch.device) -> torch.Tensor:
     """Return the values of all codes, float32 [256]."""
     values = [0.0] * 128
@@ -87,7 +87,7 @@ def hif8_table(device: torch.device) -> torch.Tensor:
     return torch.tensor(values + negative, dtype=torch.float32, device=device)
 
 
-@kept
+@cached
 def _by_field(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the dropped mantissa bits and the first code of each exponent field of float32; both int32 [256]."""
     exponents = [min(max(field - _BIAS, MIN_EXPONENT), MAX_EXPONENT) for field in range(256)]

@@ -12,7 +12,7 @@ import torch
 
 from capd_client.formats.blocks import pieces
 from capd_client.formats.spec import Spec
-from capd_client.formats.tables import kept
+from capd_client.formats.tables import cached
 
 __all__ = ["elementwise"]
 
@@ -40,7 +40,7 @@ def elementwise(x: torch.Tensor, function: Function, spec: Spec) -> torch.Tensor
     return out.reshape(x.shape)
 
 
-@kept
+@cached
 def _table(function: Function, spec: Spec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     patterns = torch.arange(PATTERNS, dtype=torch.int32, device=device).to(torch.int16)
     return function(patterns.view(dtype), spec)

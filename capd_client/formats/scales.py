@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from capd_client.formats.elements import Element
-from capd_client.formats.tables import kept
+from capd_client.formats.tables import cached
 
 __all__ = ["e8m0_bytes", "e8m0_reciprocals", "e8m0_values"]
 
@@ -59,7 +59,7 @@ def _ceil_exponents(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits <= _HALF_OF_SUBNORMALS, 0, (bits + _MANTISSA_MASK) >> 23)
 
 
-@kept
+@cached
 def _table(device: torch.device) -> torch.Tensor:
     values = [2.0 ** (byte - 127) for byte in range(_NAN_BYTE)]
     return torch.tensor([*values, float("nan")], dtype=torch.float32, device=device)

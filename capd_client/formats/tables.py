@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["kept"]
+__all__ = ["cached"]
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 
 
-def kept(make: Make) -> Make:
+def cached(make: Make) -> Make:
     """Cache the results of `make` by its arguments.
 
     Under FakeTensorMode nothing is cached: fake tensors hold no values, and would replace all later real ones. A

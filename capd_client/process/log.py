@@ -109,7 +109,7 @@ class Notices:
             if logger.isEnabledFor(logging.DEBUG):
                 _say(level, f"rank {info.rank}: {text}" if info.world_size > 1 else text)
             else:
-                _together.tell(info, level, text)
+                _together.log(info, level, text)
         # An error of the user's handler may not reach the job.
         except Exception as error:
             if is_interruption(error):

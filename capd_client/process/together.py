@@ -57,7 +57,7 @@ class Together:
         # Re-entrant, because a signal handler of the job may capture.
         self._lock = threading.RLock()
 
-    def tell(self, info: RankInfo, level: int, text: str) -> None:
+    def log(self, info: RankInfo, level: int, text: str) -> None:
         """Log a line: at once if no other rank could log the same, else through local rank 0."""
         line = Line(info.rank, level, text)
         if info.world_size < 2:

@@ -27,7 +27,7 @@ from capd_client.tensor_saver.state import STATE, rank_of, sample_of
 from capd_client.tensors.inspect import PLAIN_TYPES
 from capd_client.tensors.subclasses import inner_tensors
 
-__all__ = ["capture_as_told", "sorted_out"]
+__all__ = ["capture_call", "sort_arguments"]
 
 logger = logging.getLogger("capd_client")
 _notices = Notices()
@@ -35,7 +35,7 @@ _notices = Notices()
 _followed: Optional[AnySession] = None
 
 
-def capture_as_told(
+def capture_call(
     current: AnySession, tensor: Any, names: tuple[Any, ...], rank: Any, sample_idx: Any, metadata: Any
 ) -> Optional[str]:
     """Capture a tensor with the names and numbers of the call and of STATE.
@@ -45,8 +45,12 @@ def capture_as_told(
         tensor: Anything. If it is no tensor, it is counted as dropped.
         names: The first names of `capd_client.explicit.keys.key_of`. Without a label, CAPD_QUANT_TYPE or else
             CUSTOM_QUANT_TYPE is the label.
-        rank, sample_idx, metadata: The arguments of the call. The record's reference. None if the tensor was
-            dropped.
+        rank, sample_idx, metadata: The arguments of the call.
+
+    Returns:
+        The record's reference. None if the tensor was dropped.
+
+    Raises:
         ConfigError: An argument cannot be used.
     """
     if repeating() or trying():
@@ -87,11 +91,11 @@ def _recorded(key: Key, tensor: torch.Tensor) -> Key:
 def _labelled(names: tuple[Any, ...]) -> tuple[Any, ...]:
     if names[-1] is not None and names[-1] != "":
         return names
-    told = os.environ.get("CAPD_QUANT_TYPE") or os.environ.get("CUSTOM_QUANT_TYPE") or None
-    return (*names[:-1], told)
+    label = os.environ.get("CAPD_QUANT_TYPE") or os.environ.get("CUSTOM_QUANT_TYPE") or None
+    return (*names[:-1], label)
 
 
-def sorted_out(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
+def sort_arguments(rank: Any, sample_idx: Any, weights: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
     """Return the last arguments of a call, sorted by type.
 
     Other versions have metadata in the place of rank or sample_idx.
@@ -138,10 +142,10 @@ def _follow(current: AnySession) -> None:
     global _followed
     if current is not _followed:
         _followed = current
-        _tell(current, STATE.manual)
+        _set_moment(current, STATE.manual)
 
 
-def _tell(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
+def _set_moment(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
     try:
         current.context.set_moment(**values)
     except ConfigError as error:
@@ -151,7 +155,7 @@ def _tell(current: AnySession, values: Mapping[str, Optional[int]]) -> None:
 def _changed(field: str) -> None:
     current = process.running()
     if current is not None:
-        _tell(current, {field: STATE.manual.get(field)})
+        _set_moment(current, {field: STATE.manual.get(field)})
 
 
 STATE.on_change = _changed

@@ -18,7 +18,7 @@ from capd_client.errors import ConfigError
 from capd_client.process.dynamo import untraced, untraced_methods
 from capd_client.session import current as process
 from capd_client.session.starting import AnySession
-from capd_client.tensor_saver.calls import capture_as_told, sorted_out
+from capd_client.tensor_saver.calls import capture_call, sort_arguments
 from capd_client.tensor_saver.indices import index_of_variable, say_once, usable
 from capd_client.tensor_saver.state import STATE
 
@@ -129,8 +129,10 @@ class TensorSaver:
             tensor, layer_type, operation, tensor_name, layer_idx, phase, component: The tensor and its names.
             quant_type: A label. If None, it is CAPD_QUANT_TYPE, CUSTOM_QUANT_TYPE, or else the tensor's dtype.
             rank, sample_idx: See `capd_client.tensor_saver.state`.
-            metadata: Values that JSON cannot hold become text. Above 4096 bytes it is left out with a warning. The
-                record's reference. None if nothing was captured.
+            metadata: Values that JSON cannot hold become text. Above 4096 bytes it is left out with a warning.
+
+        Returns:
+            The record's reference. None if nothing was captured.
         """
         if not self.should_collect_tensor():
             return None
@@ -138,9 +140,9 @@ class TensorSaver:
         if current is None:
             return None
         try:
-            rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
+            rank, sample_idx, _, metadata = sort_arguments(rank, sample_idx, None, metadata)
             names = (tensor_name, layer_type, component, operation, phase, layer_idx, "", "", quant_type)
-            reference = capture_as_told(current, tensor, names, rank, sample_idx, metadata)
+            reference = capture_call(current, tensor, names, rank, sample_idx, metadata)
         except ConfigError as error:
             current.drop_invalid(str(error))
             return None
@@ -169,7 +171,7 @@ class TensorSaver:
 
         Return references by name.
         """
-        rank, sample_idx, weights, metadata = sorted_out(rank, sample_idx, attention_weights, metadata)
+        rank, sample_idx, weights, metadata = sort_arguments(rank, sample_idx, attention_weights, metadata)
         tensors = {"query": query, "key": key, "value": value, "attention_weights": weights}
         others = (layer_idx, phase, component, rank, sample_idx, metadata)
         return self._save_each(tensors, "attention", operation, quant_type, *others)
@@ -191,7 +193,7 @@ class TensorSaver:
 
         In a backward, `input` is the gradient dY.
         """
-        rank, sample_idx, _, metadata = sorted_out(rank, sample_idx, None, metadata)
+        rank, sample_idx, _, metadata = sort_arguments(rank, sample_idx, None, metadata)
         others = (layer_idx, phase, component, rank, sample_idx, metadata)
         tensors = {"input": input_tensor, "weight": weight}
         return self._save_each(tensors, "linear", operation, quant_type, *others)
@@ -221,14 +223,14 @@ def get_tensor_saver() -> TensorSaver:
     """
     global _saver
     if _saver is None:
-        told = _megatron_arguments()
+        arguments = _megatron_arguments()
         saver = TensorSaver(os.environ.get("TENSOR_SAVE_DIR") or EMBEDDED_STORE)
-        if getattr(told, "save_tensors", False):
-            saver.save_dir = Path(str(getattr(told, "tensor_save_dir", None) or saver.save_dir))
+        if getattr(arguments, "save_tensors", False):
+            saver.save_dir = Path(str(getattr(arguments, "tensor_save_dir", None) or saver.save_dir))
             saver.enabled = saver._session() is not None
         else:
             saver.enabled = _opened(process.session) is not None
-        limit = usable("collect_micro_batches", getattr(told, "collect_micro_batches", None))
+        limit = usable("collect_micro_batches", getattr(arguments, "collect_micro_batches", None))
         saver.control_micro_batches = index_of_variable("COLLECT_MICRO_BATCHES") or limit or 1
         _saver = saver
     return _saver

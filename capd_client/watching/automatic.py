@@ -11,7 +11,7 @@ from torch import nn
 
 from capd_client.config.settings import load_config
 from capd_client.config.watch_arguments import WatchPlan
-from capd_client.emulation.from_settings import emulate_as_told
+from capd_client.emulation.from_settings import emulate_from_settings
 from capd_client.integrations.counters.megatron import models_under_way
 from capd_client.process.log import show
 from capd_client.session.current import running, session
@@ -43,7 +43,7 @@ def watch_found(model: nn.Module, *, called: nn.Module, name: str) -> str:
     chunks = models_under_way()
     one_of_several = len(chunks) > 1 and any(chunk is model for chunk in chunks)
     models, roots = (chunks, chunks) if one_of_several else ([model], [called])
-    emulate_as_told(models, sink.config)
+    emulate_from_settings(models, sink.config)
     if sink.config.watch == "off":
         return "empty" if sink.config.emulate else "off"
     handle = WatchHandle()
@@ -71,7 +71,7 @@ def emulate_found(model: nn.Module) -> str:
         return "off"
     if sink is None and config.log is not None:
         show(config.log)
-    emulate_as_told([model], config)
+    emulate_from_settings([model], config)
     return "empty"
 
 

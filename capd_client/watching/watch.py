@@ -12,7 +12,7 @@ from typing import Optional, Union
 from torch import nn
 
 from capd_client.config.watch_arguments import Select
-from capd_client.emulation.from_settings import emulate_as_told
+from capd_client.emulation.from_settings import emulate_from_settings
 from capd_client.session.current import session
 from capd_client.watching.attach import WatchHandle, attached
 from capd_client.watching.automatic import give_way
@@ -66,7 +66,7 @@ def watch(
     sink = session()
     if sink is None:
         return WatchHandle()
-    emulate_as_told(model, sink.config)
+    emulate_from_settings(model, sink.config)
     return attached(
         sink, model, "watch", name=name, steps=steps, tensors=tensors, select=select, slices=slices
     )

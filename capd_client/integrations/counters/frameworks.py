@@ -155,7 +155,7 @@ PATCHES = (
         )
     ),
     counted("deepspeed.runtime.engine", "DeepSpeedEngine", "forward", _deepspeed),
-    *(Patch(pipelining.MODULE, owner, method, told, told) for owner, method, told in pipelining.TOLD),
+    *(Patch(pipelining.MODULE, owner, method, around, around) for owner, method, around in pipelining.METHODS),
     *(
         counted(module, "Trainer", method, counter_of)
         for module in ("torchtitan.trainer", "torchtitan.train")

@@ -17,7 +17,7 @@ from capd_client.steps.clock import counting
 from capd_client.steps.split_backward import inputs_only, weights_only
 from capd_client.steps.trial_runs import trial
 
-__all__ = ["MODULE", "TOLD"]
+__all__ = ["METHODS", "MODULE"]
 
 MODULE = "torch.distributed.pipelining.stage"
 
@@ -76,7 +76,7 @@ def _backward(stage: Any, backward_type: str, *_: Any, **__: Any) -> Optional[Ab
     return None
 
 
-TOLD: tuple[tuple[str, str, Around], ...] = (
+METHODS: tuple[tuple[str, str, Around], ...] = (
     ("_PipelineStageBase", "forward_one_chunk", _forward_one_chunk),
     ("_PipelineStageBase", "backward_weight_one_chunk", _backward_weight_one_chunk),
     ("_PipelineStageBase", "backward_maybe_with_nosync", _backward),

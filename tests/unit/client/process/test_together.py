@@ -189,7 +189,7 @@ def test_a_name_that_is_taken_costs_nothing_but_the_gathering(monkeypatch: pytes
         squatter.bind(f"\0capd-{os.getuid()}-test-{os.getpid()}")
         squatter.listen(1)
         together = Together(lambda _, text: said.append(text))
-        together.tell(RankInfo(0, 2, 0, 2), logging.INFO, "here")
+        together.log(RankInfo(0, 2, 0, 2), logging.INFO, "here")
         together.end()
 
     assert said == ["rank 0: here"]
