@@ -136,19 +136,27 @@ class Groups:
         held = self._tallies[grouping].setdefault(tuple(values), Tally())
         held.add(tally, values=self._groupings[grouping], channels=grouping in self._channels)
 
-    def by(self, *grouping: str) -> dict[tuple[Value, ...], Tally]:
-        """Return the groups of a grouping by their values, in order, None first."""
-        found = self._tallies[grouping]
-        return {values: found[values] for values in sorted(found, key=order_of)}
+    def by(self, *grouping: str, **only: Value) -> dict[tuple[Value, ...], Tally]:
+        """Return the groups of a grouping by their values, in order, None first.
+
+        Args:
+            grouping: The fields of the grouping.
+            only: Fields of the grouping and the value that they must have. The keys of the result leave them out.
+        """
+        found = {}
+        for values, tally in self._tallies[grouping].items():
+            named = dict(zip(grouping, values, strict=True))
+            if only.items() <= named.items():
+                found[tuple(value for name, value in named.items() if name not in only)] = tally
+        return dict(sorted(found.items(), key=lambda group: order_of(group[0])))
 
     def whole(self) -> Tally:
         """All records."""
         return self._tallies[()].get((), Tally())
 
-    def values(self, grouping: Fields, name: str) -> list[Value]:
-        """Return the values of one field of a grouping, in order."""
-        place = grouping.index(name)
-        return in_order({values[place] for values in self._tallies[grouping]})
+    def values(self, name: str) -> list[Value]:
+        """Return the values of a field that is a grouping of its own, in order."""
+        return in_order({value for (value,) in self._tallies[name,]})
 
 
 def in_order(values: Iterable[Value]) -> list[Value]:

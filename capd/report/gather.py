@@ -145,9 +145,9 @@ class _Adding:
         self._key, self._tally = None, Tally()
 
 
-def by_layer(groups: Groups) -> dict[tuple[Value, Value], Tally]:
+def by_layer(groups: Groups) -> dict[tuple[Value, ...], Tally]:
     """Merge the records of all ranks by quant type and layer. Groups without a read element are left out."""
-    found: dict[tuple[Value, Value], Tally] = {}
+    found: dict[tuple[Value, ...], Tally] = {}
     for (one, layer, _), tally in groups.by(*BY_RANK).items():
         found.setdefault((one, layer), Tally()).add(tally)
     return {place: tally for place, tally in found.items() if tally.distribution is not None}

@@ -62,7 +62,7 @@ def skipped_code(found: Sources, gathered: GatheredRecords) -> int:
 def contents(gathered: GatheredRecords) -> str:
     """Describe the records in words, such as "860 records of 2 quant types, 3 skipped"."""
     groups = gathered.groups
-    types = groups.values(("quant_type",), "quant_type")
+    types = groups.values("quant_type")
     text = f"{human_count(groups.whole().records, 'record')} of {human_count(len(types), 'quant type')}"
     return text + (f", {human_count(len(gathered.skipped))} skipped" if gathered.skipped else "")
 
@@ -73,6 +73,6 @@ def contents_json(gathered: GatheredRecords) -> dict[str, Any]:
     return {
         "records": whole.records,
         "raw_bytes": whole.raw_bytes,
-        "quant_types": groups.values(("quant_type",), "quant_type"),
+        "quant_types": groups.values("quant_type"),
         "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
     }

@@ -23,6 +23,7 @@ from capd.report.figures.style import (
     paged,
     say,
     style,
+    value_axis,
 )
 from capd.report.gather import BY_TENSOR
 
@@ -42,7 +43,7 @@ def channel_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
     """Yield pages with four rows each, one for each tensor name and number of channels, if channels were gathered."""
     rows = [
         (name, number, of_types)
-        for name in groups.values(BY_TENSOR, "tensor_name")
+        for name in groups.values("tensor_name")
         for number, of_types in channels_of_tensor(groups, name).items()
     ]
     for file, some in paged(rows, _ROWS, "channels"):
@@ -52,9 +53,9 @@ def channel_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
 def channels_of_tensor(groups: Groups, name: Value) -> dict[int, OfTypes]:
     """Return for each number of channels the label and channels of each quant type, by the number of its line."""
     found: dict[int, dict[int, tuple[str, Channels]]] = {}
-    types = groups.values(BY_TENSOR, "quant_type")
-    for (one, tensor), tally in groups.by(*BY_TENSOR).items():
-        for number, channels in tally.channels.items() if tensor == name else ():
+    types = groups.values("quant_type")
+    for (one,), tally in groups.by(*BY_TENSOR, tensor_name=name).items():
+        for number, channels in tally.channels.items():
             found.setdefault(number, {})[types.index(one)] = label(one), channels
     return dict(sorted(found.items()))
 
@@ -86,13 +87,9 @@ def draw_amax(panel: Axes, of_types: OfTypes, *, log: bool = False) -> None:
         if drawable(amax):
             panel.annotate(f"{at:,}", (at, amax), (2, 2), textcoords="offset points", fontsize=7)
     panel.margins(y=0.12)
-    panel.set_xlabel("channel (index of the last axis)")
-    panel.set_ylabel("max |x|")
+    panel.set(xlabel="channel (index of the last axis)", ylabel="max |x|")
     numbers_on(panel.xaxis, whole=True)
-    if log:
-        log_values(panel)
-    else:
-        numbers_on(panel.yaxis)
+    value_axis(panel, log=log)
 
 
 def _largest(several: Sequence[Channels]) -> list[tuple[int, float]]:
@@ -117,8 +114,7 @@ def draw_ranks(panel: Axes, of_types: OfTypes) -> None:
             ranked[ranked > MOST_DRAWN] = np.nan
             look = {**style(number), "marker": ""}
             panel.plot(np.arange(1, ranked.size + 1), ranked, label=text, linewidth=1.2, **look)
-    panel.set_xlabel("rank of the channel")
-    panel.set_ylabel("max |x| / median")
+    panel.set(xlabel="rank of the channel", ylabel="max |x| / median")
     if panel.lines:
         log_ranks(panel)
         log_values(panel)

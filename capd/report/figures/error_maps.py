@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capd.analyze.error_sums import Errors
-from capd.analyze.groups import Groups, Value
+from capd.analyze.groups import Groups, Value, in_order
 from capd.report.figures.boxes import grouped_boxes
-from capd.report.figures.maps import draw_map
-from capd.report.figures.style import Page, label, legend, log_values, new_figure, numbers_on, paged, ticks_at
+from capd.report.figures.maps import Cells, draw_map
+from capd.report.figures.style import Page, label, legend, paged, panels_of, value_axis
 from capd.report.gather import BY_LAYER
 from capd.store.documents.names import component
 
@@ -70,29 +70,22 @@ def labels_of(groups: Groups) -> list[str]:
 
 def error_map_pages(groups: Groups, name: str, *, log: bool = False) -> Iterator[Page]:
     """Yield a page for each quant type with any error: a map for each format, all on one scale of colours."""
-    found = groups.by(*BY_LAYER)
-    for one in groups.values(BY_LAYER, "quant_type"):
-        if any(tally.errors for (each, _, _), tally in found.items() if each == one):
+    for one in groups.values("quant_type"):
+        if any(tally.errors for tally in groups.by(*BY_LAYER, quant_type=one).values()):
             yield Page(f"{name}_{component(str(one))}.png", partial(_maps, groups, one, METRICS[name], log))
 
 
 def _maps(groups: Groups, one: Value, metric: Metric, log: bool) -> Figure:
-    cells = {
+    measured = {
         (layer, tensor): tally.errors
-        for (each, tensor, layer), tally in groups.by(*BY_LAYER).items()
-        if each == one and tally.errors
+        for (tensor, layer), tally in groups.by(*BY_LAYER, quant_type=one).items()
+        if tally.errors
     }
-    layers = [value for value in groups.values(BY_LAYER, "layer") if any(cell[0] == value for cell in cells)]
-    tensors = [
-        value for value in groups.values(BY_LAYER, "tensor_name") if any(cell[1] == value for cell in cells)
-    ]
-    formats = labels_of(groups)
-    grids = {name: np.full((len(layers), len(tensors)), np.nan) for name in formats}
-    for (layer, tensor), errors in cells.items():
-        for name in formats:
-            value = metric.of(errors.get(name))
-            grids[name][layers.index(layer), tensors.index(tensor)] = np.nan if value is None else value
-    columns = min(_COLUMNS, len(formats))
+    layers, tensors = ({place[at] for place in measured} for at in (0, 1))
+    formats: dict[str, Cells] = {
+        name: {place: metric.of(errors.get(name)) for place, errors in measured.items()}
+        for name in labels_of(groups)
+    }
     # The height of the turned tick labels, in inches.
     turned = 0.075 * max(len(label(one)) for one in tensors) if len(tensors) > 2 else 0.1
     cell = (
@@ -100,57 +93,36 @@ def _maps(groups: Groups, one: Value, metric: Metric, log: bool) -> Figure:
         turned + min(5.0, max(1.8, 1.0 + 0.22 * len(layers))),
     )
     title = f"{label(one)}: {metric.title} by layer and tensor"
-    figure, axes = new_figure(title, -(-len(formats) // columns), columns, cell)
-    flat = [panel for row in axes for panel in row]
-    every = np.concatenate([grid.ravel() for grid in grids.values()])
-    for panel, (name, grid) in zip(flat, grids.items(), strict=False):
-        draw_map(figure, panel, grid, label(name), metric.title, scale=every, log=log)
-        panel.set_xticks(*ticks_at(tensors), rotation=90 if len(tensors) > 2 else 0)
-        panel.set_yticks(*ticks_at(layers))
-        panel.set_xlabel("tensor")
-        panel.set_ylabel("layer")
-    for panel in flat[len(formats) :]:
-        panel.remove()
+    figure, panels = panels_of(title, len(formats), _COLUMNS, cell)
+    every = [number for cells in formats.values() for number in cells.values()]
+    for panel, (name, cells) in zip(panels, formats.items(), strict=True):
+        draw_map(
+            figure, panel, cells, label(name), metric.title, "tensor", most_level=2, scale=every, log=log
+        )
     return figure
 
 
 def error_box_pages(groups: Groups, name: str, *, log: bool = False) -> Iterator[Page]:
     """Yield boxes of the layers' errors: a panel for each tensor name, a box for each format and quant type."""
-    if not labels_of(groups) or len(groups.values(BY_LAYER, "layer")) < 2:
+    if not labels_of(groups) or len(groups.values("layer")) < 2:
         return
     measured = {tensor for (_, tensor, _), tally in groups.by(*BY_LAYER).items() if tally.errors}
-    tensors = [value for value in groups.values(BY_LAYER, "tensor_name") if value in measured]
-    for file, some in paged(tensors, _BOX_COLUMNS * _BOX_ROWS, f"{name}_boxes"):
+    for file, some in paged(in_order(measured), _BOX_COLUMNS * _BOX_ROWS, f"{name}_boxes"):
         yield Page(file, partial(_boxes, groups, some, METRICS[name], log))
 
 
 def _boxes(groups: Groups, tensors: Sequence[Value], metric: Metric, log: bool) -> Figure:
-    columns, formats = min(_BOX_COLUMNS, len(tensors)), labels_of(groups)
-    types, found = groups.values(BY_LAYER, "quant_type"), groups.by(*BY_LAYER)
+    formats, types = labels_of(groups), groups.values("quant_type")
     cell = (max(4.4, 1.0 + 0.28 * len(formats) * len(types)), 3.0)
-    title = f"{metric.title} across layers"
-    figure, axes = new_figure(title, -(-len(tensors) // columns), columns, cell)
-    flat = [panel for row in axes for panel in row]
-    for panel, tensor in zip(flat, tensors, strict=False):
-        of_types = {
-            one: {
-                name: [
-                    metric.of(tally.errors.get(name))
-                    for (each, other, _), tally in found.items()
-                    if (each, other) == (one, tensor)
-                ]
-                for name in formats
-            }
-            for one in types
+    figure, panels = panels_of(f"{metric.title} across layers", len(tensors), _BOX_COLUMNS, cell)
+    for panel, tensor in zip(panels, tensors, strict=True):
+        of_types = {one: groups.by(*BY_LAYER, quant_type=one, tensor_name=tensor).values() for one in types}
+        numbers = {
+            one: {name: [metric.of(tally.errors.get(name)) for tally in tallies] for name in formats}
+            for one, tallies in of_types.items()
         }
-        grouped_boxes(panel, formats, of_types)
-        panel.set_title(label(tensor))
-        panel.set_ylabel(metric.title)
-        if log:
-            log_values(panel)
-        else:
-            numbers_on(panel.yaxis)
-    for panel in flat[len(tensors) :]:
-        panel.remove()
-    legend(figure, flat[: len(tensors)])
+        grouped_boxes(panel, formats, numbers)
+        panel.set(title=label(tensor), ylabel=metric.title)
+        value_axis(panel, log=log)
+    legend(figure, panels)
     return figure

@@ -5,14 +5,14 @@ Below the exponents it shows the range of each format and its precision at each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from capd.analyze.grids import grids
-from capd.analyze.groups import Groups, Value
+from capd.analyze.groups import Groups, Tally, Value
 from capd.report.figures.style import (
     Page,
     label,
@@ -40,26 +40,20 @@ _COLUMNS, _ROWS = 3, 2
 _BIAS = 127
 # Bin 0 has zeros and subnormals of float32, bin 255 NaN and Inf.
 _OF_NUMBERS = range(1, 255)
+# Records by their quant type.
+OfTypes = Mapping[tuple[Value, ...], Tally]
 
 
 def exponent_pages(groups: Groups, shown: Sequence[str] = GRIDS) -> Iterator[Page]:
     """Yield pages of six pairs of panels. If there are several names, the first pair is for all tensors together."""
-    found, names = groups.by(*BY_TENSOR), groups.values(BY_TENSOR, "tensor_name")
-    panels: list[tuple[str, dict[Value, Stats]]] = []
-    if len(names) > 1:
-        every = {one: tally.stats for (one,), tally in groups.by("quant_type").items()}
-        panels.append(("all tensors", every))
-    for name in names:
-        of_name = {one: tally.stats for (one, tensor), tally in found.items() if tensor == name}
-        panels.append((label(name), of_name))
-    types = groups.values(BY_TENSOR, "quant_type")
+    names = groups.values("tensor_name")
+    panels = [("all tensors", groups.by("quant_type"))] if len(names) > 1 else []
+    panels += [(label(name), groups.by(*BY_TENSOR, tensor_name=name)) for name in names]
     for file, some in paged(panels, _COLUMNS * _ROWS, "exponents"):
-        yield Page(file, partial(_page, types, some, shown))
+        yield Page(file, partial(_page, groups, some, shown))
 
 
-def _page(
-    types: Sequence[Value], wanted: Sequence[tuple[str, dict[Value, Stats]]], shown: Sequence[str]
-) -> Figure:
+def _page(groups: Groups, wanted: Sequence[tuple[str, OfTypes]], shown: Sequence[str]) -> Figure:
     columns = min(_COLUMNS, len(wanted))
     rows = -(-len(wanted) // columns)
     title = "Magnitudes: exponents of the values, precision of the formats"
@@ -67,23 +61,23 @@ def _page(
     above = [panel for row in axes[::2] for panel in row]
     below = [panel for row in axes[1::2] for panel in row]
     for panel, strip, (what, of_types) in zip(above, below, wanted, strict=False):
-        exponent_shares(panel, {types.index(one): (label(one), stats) for one, stats in of_types.items()})
+        exponent_shares(panel, groups, of_types)
         panel.set_title(what)
         precision_steps(strip, shown)
-        low, high = place_exponents([panel, strip])
-        panel.set_xlim(low, high)
-        strip.set_xlim(low, high)
+        limits = place_exponents([panel, strip])
+        panel.set_xlim(limits)
+        strip.set_xlim(limits)
     for panel in (*above[len(wanted) :], *below[len(wanted) :]):
         panel.remove()
     legend(figure, [*above[: len(wanted)], *below[: len(wanted)]], "quant type; steps of formats")
     return figure
 
 
-def exponent_shares(panel: Axes, of_types: dict[int, tuple[str, Stats]]) -> None:
-    """Draw lines of the share of each exponent. `of_types` maps a line's number to its label and statistics."""
-    drawn = [_line(panel, stats, number, text) for number, (text, stats) in of_types.items()]
-    panel.set_xlabel("exponent e: 2^e ≤ |x| < 2^(e+1)")
-    panel.set_ylabel("elements (%)")
+def exponent_shares(panel: Axes, groups: Groups, of_types: OfTypes) -> None:
+    """Draw a line of the share of each exponent for each quant type of some records."""
+    types = groups.values("quant_type")
+    drawn = [_line(panel, tally.stats, types.index(one), label(one)) for (one,), tally in of_types.items()]
+    panel.set(xlabel="exponent e: 2^e ≤ |x| < 2^(e+1)", ylabel="elements (%)")
     log_shares(panel.yaxis, drawn)
     if not any(drawn):
         say(panel, "no number but zero")
@@ -106,17 +100,12 @@ def precision_steps(panel: Axes, shown: Sequence[str]) -> None:
     for number, name in enumerate(shown):
         bits = grids()[name].mantissa_bits
         exponents = sorted(bits)
-        look = style(number)
         panel.stairs(
             [bits[exponent] for exponent in exponents],
             [exponents[0] - 0.5, *(exponent + 0.5 for exponent in exponents)],
-            baseline=-1,
-            label=f"{name} steps",
-            edgecolor=look["color"],
-            linestyle=("-", "--", ":", "-.")[number % 4],
-            linewidth=1.3,
-        )
-    panel.set_xlabel("exponent e")
-    panel.set_ylabel("mantissa bits")
-    panel.set_ylim(-1, 1 + max((max(grids()[name].mantissa_bits.values()) for name in shown), default=3))
+            baseline=-1, label=f"{name} steps", edgecolor=style(number)["color"],
+            linestyle=("-", "--", ":", "-.")[number % 4], linewidth=1.3,
+        )  # fmt: skip
+    most = max((max(grids()[name].mantissa_bits.values()) for name in shown), default=3)
+    panel.set(xlabel="exponent e", ylabel="mantissa bits", ylim=(-1, 1 + most))
     numbers_on(panel.yaxis, whole=True)

@@ -14,7 +14,8 @@ import numpy as np
 from capd.analyze.distribution import Distribution
 from capd.analyze.groups import Groups
 from capd.analyze.hif8_regimes import FINITE_CODES, REGIMES, Hif8Use, exponent_errors, hif8_use
-from capd.report.figures.layers import line_by_layer
+from capd.report.figures.error_maps import METRICS
+from capd.report.figures.layers import lines_by_layer
 from capd.report.figures.style import (
     Page,
     bars,
@@ -26,7 +27,7 @@ from capd.report.figures.style import (
     say,
     style,
 )
-from capd.report.gather import BY_RANK, by_layer
+from capd.report.gather import by_layer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ _SHORT = {"underflow": "under-\nflow", "overflow": "over-\nflow"}
 _TICKS = (-(2.0**15), -16.0, -1.0, -(2.0**-8), 0.0, 2.0**-8, 1.0, 16.0, 2.0**15)
 # A smaller value is 0 in every format except bf16.
 _LEAST_EXPONENT = -28
+_RELATIVE = "Σ|error| / Σ|x| (%)"
 
 
 def hif8_pages(groups: Groups) -> Iterator[Page]:
@@ -69,31 +71,22 @@ def _regimes(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
     shares = {text: [100 * one.share or None for one in use.regimes] for text, use in uses.items()}
     bars(panel, [_SHORT.get(name, name) for name in names], shares)
     log_shares(panel.yaxis, shares.values())
-    panel.set_title("values by exponent regime (D)")
-    panel.set_xlabel("regime")
-    panel.set_ylabel("finite values (%)")
+    panel.set(title="values by exponent regime (D)", xlabel="regime", ylabel="finite values (%)")
 
 
 def _codes(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
     values = _code_values()
     order = np.argsort(values, kind="stable")[:FINITE_CODES]
     edges = np.arange(FINITE_CODES + 1) - 0.5
-    shares: list[Any] = []
-    for number, use in enumerate(uses.values()):
-        share = 100 * use.codes[order] / max(1, use.finite)
-        shares.append(share.tolist())
-        panel.stairs(
-            np.where(share > 0, share, np.nan), edges, edgecolor=style(number)["color"], linewidth=0.9
-        )
-    log_shares(panel.yaxis, shares)
-    ranked = values[order]
-    panel.set_xticks(
-        [int(np.searchsorted(ranked, tick)) for tick in _TICKS], [_power(tick) for tick in _TICKS]
-    )
+    shares = [100 * use.codes[order] / max(1, use.finite) for use in uses.values()]
+    for number, share in enumerate(shares):
+        drawn = np.where(share > 0, share, np.nan)
+        panel.stairs(drawn, edges, edgecolor=style(number)["color"], linewidth=0.9)
+    log_shares(panel.yaxis, [share.tolist() for share in shares])
+    panel.set_xticks(np.searchsorted(values[order], _TICKS), map(_power, _TICKS))
     panel.set_xlim(edges[0], edges[-1])
-    panel.set_title(f"values on each of the {FINITE_CODES} finite codes")
-    panel.set_xlabel("code, by its value")
-    panel.set_ylabel("finite values (%)")
+    title = f"values on each of the {FINITE_CODES} finite codes"
+    panel.set(title=title, xlabel="code, by its value", ylabel="finite values (%)")
 
 
 def _code_values() -> Any:
@@ -113,7 +106,6 @@ def _power(value: float) -> str:
 
 
 def _used(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
-    names = [*REGIMES, "all"]
     shares = {
         text: [
             *(100 * one.codes_used / one.codes for one in use.regimes if one.name in REGIMES),
@@ -121,29 +113,20 @@ def _used(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
         ]
         for text, use in uses.items()
     }
-    bars(panel, names, shares)
+    bars(panel, [*REGIMES, "all"], shares)
     bits = [use.entropy_bits or 0.0 for use in uses.values()]
     low, high = min(bits, default=0.0), max(bits, default=0.0)
-    panel.set_title(f"codes in use; entropy {low:.2f}{f' to {high:.2f}' if high > low else ''} of 7.98 bits")
-    panel.set_ylim(0, 100)
-    panel.set_xlabel("regime")
-    panel.set_ylabel("codes that occur (%)")
+    title = f"codes in use; entropy {low:.2f}{f' to {high:.2f}' if high > low else ''} of 7.98 bits"
+    panel.set(title=title, ylim=(0, 100), xlabel="regime", ylabel="codes that occur (%)")
 
 
 def _by_regime(panel: Axes, uses: Mapping[str, Hif8Use]) -> None:
-    names = list(REGIMES)
     found = {
-        text: [
-            None if one.errors.relative is None else 100 * one.errors.relative
-            for one in use.regimes
-            if one.name in REGIMES
-        ]
+        text: [METRICS["relative"].of(one.errors) for one in use.regimes if one.name in REGIMES]
         for text, use in uses.items()
     }
-    bars(panel, names, found)
-    panel.set_title("relative error by exponent regime")
-    panel.set_xlabel("regime")
-    panel.set_ylabel("Σ|error| / Σ|x| (%)")
+    bars(panel, list(REGIMES), found)
+    panel.set(title="relative error by exponent regime", xlabel="regime", ylabel=_RELATIVE)
     numbers_on(panel.yaxis)
 
 
@@ -164,23 +147,17 @@ def _by_magnitude(panel: Axes, distribution: Distribution) -> None:
         panel.set_xlim(left=_LEAST_EXPONENT - 0.5)
     if panel.lines:
         panel.legend(fontsize=7, title="format, scale 1", title_fontsize=7)
-    panel.set_title("relative error by magnitude, all values")
-    panel.set_xlabel("exponent e: 2^e ≤ |x| < 2^(e+1)")
-    panel.set_ylabel("Σ|error| / Σ|x| (%)")
+    title, exponent = "relative error by magnitude, all values", "exponent e: 2^e ≤ |x| < 2^(e+1)"
+    panel.set(title=title, xlabel=exponent, ylabel=_RELATIVE)
 
 
 def _by_layer(panel: Axes, groups: Groups) -> None:
-    found = {
-        key: hif8_use(tally.distribution or Distribution()).errors.sqnr_db
-        for key, tally in by_layer(groups).items()
+    numbers = {
+        place: hif8_use(tally.distribution or Distribution()).errors.sqnr_db
+        for place, tally in by_layer(groups).items()
     }
-    types, layers = groups.values(BY_RANK, "quant_type"), groups.values(BY_RANK, "layer")
-    for number, one in enumerate(types):
-        numbers = [found.get((one, layer)) for layer in layers]
-        finite = [value if value is not None and np.isfinite(value) else None for value in numbers]
-        line_by_layer(panel, layers, finite, number, label(one))
+    lines_by_layer(panel, groups, numbers)
     if not panel.lines:
         say(panel, "no error")
-    panel.set_title("SQNR of HiFP8 by layer")
-    panel.set_ylabel("SQNR (dB)")
+    panel.set(title="SQNR of HiFP8 by layer", ylabel="SQNR (dB)")
     numbers_on(panel.yaxis)

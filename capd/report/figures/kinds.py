@@ -9,15 +9,13 @@ from typing import Literal
 
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Groups
-from capd.report.figures.boxes import box_pages
 from capd.report.figures.channels import channel_pages
 from capd.report.figures.comparison import distribution_pages
 from capd.report.figures.error_maps import error_box_pages, error_map_pages
 from capd.report.figures.exponents import GRIDS, exponent_pages
 from capd.report.figures.hif8 import hif8_pages
-from capd.report.figures.iterations import iteration_pages
-from capd.report.figures.layers import layer_pages
 from capd.report.figures.ranges import range_pages
+from capd.report.figures.statistics import box_pages, iteration_pages, layer_pages
 from capd.report.figures.style import Page
 from capd.report.figures.tensor import tensor_pages
 

@@ -1,81 +1,42 @@
-"""The page of statistics against the layer: a row of panels for each tensor name, a line for each quant type."""
+"""Lines over the layers, one for each quant type."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from capd.analyze.groups import Groups, Value
-from capd.report.figures.style import (
-    Page,
-    drawable,
-    label,
-    legend,
-    log_values,
-    new_figure,
-    numbers_on,
-    paged,
-    place_layers,
-    say,
-    style,
-)
-from capd.report.gather import BY_LAYER
+from capd.report.figures.style import drawable, label, style, ticks_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["layer_pages", "line_by_layer"]
-
-_STATISTICS = ("mean", "std", "absmax")
-_ROWS = 4
+__all__ = ["lines_by_layer"]
 
 
-def layer_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """Yield pages of mean, std and absmax by layer, with four tensor names each."""
-    for file, names in paged(groups.values(BY_LAYER, "tensor_name"), _ROWS, "statistics_by_layer"):
-        yield Page(file, partial(_page, groups, names, log))
-
-
-def _page(groups: Groups, names: Sequence[Value], log: bool) -> Figure:
-    figure, axes = new_figure("Statistics by layer", len(names), len(_STATISTICS), (4.4, 2.5))
-    found, types = groups.by(*BY_LAYER), groups.values(BY_LAYER, "quant_type")
-    for row, name in zip(axes, names, strict=True):
-        of_name = {
-            (one, layer): tally.stats for (one, tensor, layer), tally in found.items() if tensor == name
-        }
-        layers = [
-            layer for layer in groups.values(BY_LAYER, "layer") if any(key[1] == layer for key in of_name)
-        ]
-        for panel, statistic in zip(row, _STATISTICS, strict=True):
-            for number, one in enumerate(types):
-                numbers = [
-                    getattr(of_name[one, layer], statistic) if (one, layer) in of_name else None
-                    for layer in layers
-                ]
-                line_by_layer(panel, layers, numbers, number, label(one))
-            panel.set_title(f"{label(name)}: {statistic}")
-            panel.set_ylabel(f"{statistic} of the values")
-            if log:
-                log_values(panel)
-            else:
-                numbers_on(panel.yaxis)
-            if not panel.lines:
-                say(panel, "no finite value")
-    legend(figure, [panel for row in axes for panel in row])
-    return figure
-
-
-def line_by_layer(
-    panel: Axes, layers: Sequence[Value], numbers: Sequence[float | None], number: int, text: str
+def lines_by_layer(
+    panel: Axes,
+    groups: Groups,
+    numbers: Mapping[tuple[Value, ...], float | None],
+    layers: Sequence[Value] | None = None,
 ) -> None:
-    """Draw a line over the layers, with gaps for missing numbers. Values without a layer are drawn apart from it."""
-    places = [place for place, value in enumerate(numbers) if drawable(value)]
-    look = {**style(number), "markersize": 3.5 if len(layers) <= 32 else 2, "linewidth": 1.2}
-    apart = [place for place in places if layers[place] is None]
-    of_layers = [place for place in places if layers[place] is not None]
-    for some, more in ((of_layers, {}), (apart, {"linestyle": "none"})):
-        if some:
-            panel.plot(some, [numbers[place] for place in some], label=text, **{**look, **more})  # type: ignore[arg-type]
-    place_layers(panel, layers)
+    """Draw a line for each quant type, with gaps for missing numbers. Values without a layer are drawn apart from it.
+
+    Args:
+        panel: The panel.
+        groups: The records.
+        numbers: The numbers by quant type and layer.
+        layers: The layers of the x-axis, None for all.
+    """
+    layers = groups.values("layer") if layers is None else layers
+    for number, one in enumerate(groups.values("quant_type")):
+        found = {place: numbers.get((one, layer)) for place, layer in enumerate(layers)}
+        drawn = {place: value for place, value in found.items() if drawable(value)}
+        look = {**style(number), "markersize": 3.5 if len(layers) <= 32 else 2, "linewidth": 1.2}
+        for apart in (False, True):
+            some = {place: value for place, value in drawn.items() if (layers[place] is None) is apart}
+            if some:
+                look |= {"linestyle": "none"} if apart else {}
+                panel.plot(list(some), list(some.values()), label=label(one), **look)
+    panel.set_xticks(*ticks_at(layers))
+    panel.set(xlim=(-0.5, len(layers) - 0.5), xlabel="layer")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.analyze.groups import Fields, Groups, Tally, Value
-from capd.report.figures.style import MAPS, Page, label, new_figure, numbers_on, ticks_at
+from capd.analyze.groups import Groups, Tally, Value, in_order
+from capd.report.figures.style import MAPS, Page, label, numbers_on, panels_of, ticks_at
 from capd.report.gather import BY_RANK, BY_SAMPLE
 from capd.report.quantiles import QUANTILES, quantiles_of
 from capd.store.documents.names import component
@@ -19,64 +19,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_map", "map_pages"]
+__all__ = ["Cells", "draw_map", "map_pages"]
 
 _STATISTICS = ("mean", "std", "min", "max")
 _MOST_ROWS, _MOST_COLUMNS = 16, 8
 # A share of the larger end.
 _LEAST_SPAN = 1e-3
 _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
-_MAPS = {"sample": (BY_SAMPLE, "sample_idx"), "rank": (BY_RANK, "rank")}
+_ACROSS = {"sample": BY_SAMPLE, "rank": BY_RANK}
+Cells = Mapping[tuple[Value, ...], float | None]
+"""The numbers of a map by layer and another field."""
 
 
 def map_pages(groups: Groups) -> Iterator[Page]:
     """Yield two pages for each quant type. They have panels of quantiles if elements were read."""
-    for one in groups.values(BY_RANK, "quant_type"):
-        for across, (fields, name) in _MAPS.items():
-            yield Page(
-                f"layer_{across}_{component(str(one))}.png", partial(_page, groups, one, across, fields, name)
-            )
+    for one in groups.values("quant_type"):
+        for across in _ACROSS:
+            yield Page(f"layer_{across}_{component(str(one))}.png", partial(_page, groups, one, across))
 
 
-def _page(groups: Groups, one: Value, across: str, fields: Fields, name: str) -> Figure:
-    places = [fields.index("layer"), fields.index(name)]
-    cells = {
-        tuple(values[place] for place in places): tally
-        for values, tally in groups.by(*fields).items()
-        if values[0] == one
-    }
-    layers, others = (
-        [value for value in groups.values(fields, field) if any(cell[at] == value for cell in cells)]
-        for at, field in enumerate(("layer", name))
-    )
-    panels = _panels(cells)
-    columns = 3 if len(panels) > len(_STATISTICS) else 2
-    rows = -(-len(panels) // columns)
+def _page(groups: Groups, one: Value, across: str) -> Figure:
+    tallies = groups.by(*_ACROSS[across], quant_type=one)
+    panels = _panels(tallies)
+    height = 3.0 if len({layer for layer, _ in tallies}) <= 32 else 3.8
     title = f"{label(one)}: values by layer and {across}"
-    figure, axes = new_figure(title, rows, columns, (4.2, 3.0 if len(layers) <= 32 else 3.8))
-    flat = [panel for row in axes for panel in row]
-    for panel, (what, numbers) in zip(flat, panels.items(), strict=False):
-        grid = np.full((len(layers), len(others)), np.nan)
-        for (layer, other), number in numbers.items():
-            grid[layers.index(layer), others.index(other)] = np.nan if number is None else number
-        draw_map(figure, panel, grid, what, f"{what} of the values")
-        panel.set_xticks(*ticks_at(others), rotation=90 if len(others) > 8 else 0)
-        panel.set_yticks(*ticks_at(layers))
-        panel.set_xlabel(across)
-        panel.set_ylabel("layer")
-    for panel in flat[len(panels) :]:
-        panel.remove()
+    figure, axes = panels_of(title, len(panels), 3 if len(panels) > len(_STATISTICS) else 2, (4.2, height))
+    for panel, (what, cells) in zip(axes, panels.items(), strict=True):
+        draw_map(figure, panel, cells, what, f"{what} of the values", across, most_level=8)
     return figure
 
 
-def _panels(
-    cells: Mapping[tuple[Value, ...], Tally],
-) -> dict[str, dict[tuple[Value, ...], float | None]]:
+def _panels(tallies: Mapping[tuple[Value, ...], Tally]) -> dict[str, Cells]:
     """Return for each panel's title the number of each cell."""
-    found: dict[str, dict[tuple[Value, ...], float | None]] = {
-        name: {cell: getattr(tally.stats, name) for cell, tally in cells.items()} for name in _STATISTICS
+    found: dict[str, Cells] = {
+        name: {cell: getattr(tally.stats, name) for cell, tally in tallies.items()} for name in _STATISTICS
     }
-    quantiles = {cell: quantiles_of(tally) for cell, tally in cells.items()}
+    quantiles = {cell: quantiles_of(tally) for cell, tally in tallies.items()}
     if any(quantiles.values()):
         for share in _SHARES:
             at = QUANTILES.index(share)
@@ -89,11 +67,13 @@ def _panels(
 def draw_map(
     figure: Figure,
     panel: Axes,
-    grid: NDArray[np.float64],
+    cells: Cells,
     title: str,
     what: str,
+    across: str,
     *,
-    scale: NDArray[np.float64] | None = None,
+    most_level: int,
+    scale: Iterable[float | None] | None = None,
     log: bool = False,
 ) -> None:
     """Draw a map with its colour bar. Small maps have numbers in their cells if `scale` is given.
@@ -101,15 +81,19 @@ def draw_map(
     Args:
         figure: The figure.
         panel: The panel of the map.
-        grid: The numbers of the map.
+        cells: The numbers of the map by layer and another field.
         title: The title of the panel.
         what: The label of the colour bar.
-        scale: The numbers that the colours span, None for the numbers of the grid.
+        across: The label of the x-axis.
+        most_level: The most labels of the x-axis that are not turned.
+        scale: The numbers that the colours span, None for the numbers of the map.
         log: Whether the colours show the logarithm. Then only numbers above 0 are drawn.
     """
     from matplotlib.colors import LogNorm, Normalize
 
-    seen = grid if scale is None else scale
+    layers, others = (in_order({place[at] for place in cells}) for at in (0, 1))
+    grid = np.array([[cells.get((layer, other)) for other in others] for layer in layers], np.float64)
+    seen = np.array([*(cells.values() if scale is None else scale)], np.float64)
     seen = seen[np.isfinite(seen) & (seen > 0)] if log else seen[np.isfinite(seen)]
     masked = np.ma.masked_invalid(np.where(grid > 0, grid, np.nan) if log else grid)
     # This colour shows cells without a finite value or without a record.
@@ -117,7 +101,9 @@ def draw_map(
     panel.grid(visible=False)
     norm = (LogNorm if log else Normalize)(*_ends(seen))
     image = panel.imshow(masked, cmap=MAPS, norm=norm, aspect="auto", interpolation="nearest")
-    panel.set_title(title)
+    panel.set_xticks(*ticks_at(others), rotation=90 if len(others) > most_level else 0)
+    panel.set_yticks(*ticks_at(layers))
+    panel.set(title=title, xlabel=across, ylabel="layer")
     if masked.count():
         bar = figure.colorbar(image, ax=panel)
         bar.set_label(what)
@@ -126,8 +112,7 @@ def draw_map(
     if grid.shape[0] <= _MOST_ROWS and grid.shape[1] <= _MOST_COLUMNS and scale is not None:
         for (row, column), value in np.ndenumerate(grid):
             if np.isfinite(value):
-                dark = norm(value) < 0.55
-                colour = "white" if dark else "black"
+                colour = "white" if norm(value) < 0.55 else "black"
                 panel.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=7, color=colour)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capd.analyze.groups import Groups
-from capd.report.figures.boxes import box_pages
 from capd.report.figures.channels import channel_pages
 from capd.report.figures.comparison import comparison_pages
 from capd.report.figures.error_maps import error_pages
 from capd.report.figures.exponents import exponent_pages
 from capd.report.figures.hif8 import hif8_pages
-from capd.report.figures.iterations import iteration_pages
-from capd.report.figures.layers import layer_pages
 from capd.report.figures.maps import map_pages
 from capd.report.figures.nonfinite import overflow_pages
 from capd.report.figures.ranges import range_pages
+from capd.report.figures.statistics import box_pages, iteration_pages, layer_pages
 from capd.report.figures.style import Page
 
 __all__ = ["all_pages"]

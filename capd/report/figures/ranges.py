@@ -11,10 +11,10 @@ import numpy as np
 from capd.analyze.distribution import Distribution
 from capd.analyze.grids import HIGH_PERCENT, MODERATE_PERCENT, Grid, grids, overflow_of
 from capd.analyze.groups import Groups, Value
-from capd.report.figures.layers import line_by_layer
+from capd.report.figures.layers import lines_by_layer
 from capd.report.figures.style import Page, label, legend, new_figure, numbers_on
 from capd.report.format_use import RANGES, overflow_by_type
-from capd.report.gather import BY_RANK, by_layer
+from capd.report.gather import by_layer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,26 +66,19 @@ def _table(panel: Axes, rows: Mapping[Value, Sequence[float | None]]) -> None:
     panel.grid(visible=False)
     panel.set_xticks(range(len(RANGES)), RANGES)
     panel.set_yticks(range(len(rows)), [label(one) for one in rows])
-    panel.set_xlabel("format")
-    panel.set_ylabel("quant type")
+    panel.set(xlabel="format", ylabel="quant type")
 
 
 def _severities(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
-    names = (
-        "none",
-        f"up to {MODERATE_PERCENT:g} %",
-        f"up to {HIGH_PERCENT:g} %",
-        f"above {HIGH_PERCENT:g} %",
-    )
+    low, high = f"{MODERATE_PERCENT:g} %", f"{HIGH_PERCENT:g} %"
+    names = ("none", f"up to {low}", f"up to {high}", f"above {high}")
     patches = [
         Patch(facecolor=colour, edgecolor="grey", label=name)
         for colour, name in zip(_PALE, names, strict=True)
     ]
-    figure.legend(
-        handles=patches, title="share of the elements", loc="outside lower right", ncols=len(patches)
-    )
+    figure.legend(handles=patches, title="share of the elements", loc="outside lower right", ncols=4)
 
 
 def _percent(percent: float) -> str:
@@ -93,15 +86,11 @@ def _percent(percent: float) -> str:
 
 
 def _layers(panels: Sequence[Axes], groups: Groups) -> None:
-    of_layers = {place: tally.distribution for place, tally in by_layer(groups).items()}
-    types, layers = groups.values(BY_RANK, "quant_type"), groups.values(BY_RANK, "layer")
+    of_layers = by_layer(groups)
     for panel, name in zip(panels, _BY_LAYER, strict=True):
-        grid = grids()[name]
-        for number, one in enumerate(types):
-            numbers = [_outside(of_layers.get((one, layer)), grid) for layer in layers]
-            line_by_layer(panel, layers, numbers, number, label(one))
-        panel.set_title(f"outside of {name}, by layer")
-        panel.set_ylabel("above or below (% of the elements)")
+        numbers = {place: _outside(tally.distribution, grids()[name]) for place, tally in of_layers.items()}
+        lines_by_layer(panel, groups, numbers)
+        panel.set(title=f"outside of {name}, by layer", ylabel="above or below (% of the elements)")
         most = max((float(np.max(line.get_ydata())) for line in panel.lines), default=0.0)
         panel.set_ylim(0, 1.08 * most or 1)
         numbers_on(panel.yaxis)

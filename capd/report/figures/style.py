@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "MAPS", "MOST_DRAWN", "Look", "Page", "bars", "drawable", "label", "legend", "log_ranks", "log_shares",
-    "log_values", "must_have_matplotlib", "new_figure", "numbers_on", "paged", "place_exponents", "place_layers",
-    "say", "style", "ticks_at",
+    "MAPS", "MOST_DRAWN", "Look", "Page", "bars", "bars_by_type", "drawable", "label", "legend", "log_ranks",
+    "log_shares", "log_values", "must_have_matplotlib", "new_figure", "numbers_on", "paged", "panels_of",
+    "place_exponents", "say", "style", "ticks_at", "value_axis",
 ]  # fmt: skip
 
 MAPS = "viridis"
@@ -171,6 +171,18 @@ def new_figure(
     return figure, [list(row) for row in axes]
 
 
+def panels_of(
+    title: str, count: int, most_columns: int, cell: tuple[float, float]
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of some panels, with at most `most_columns` next to each other (see `new_figure`)."""
+    columns = min(most_columns, count)
+    figure, axes = new_figure(title, -(-count // columns), columns, cell)
+    panels = [panel for row in axes for panel in row]
+    for panel in panels[count:]:
+        panel.remove()
+    return figure, panels[:count]
+
+
 def style(number: int) -> dict[str, Any]:
     """Return colour, dashes and marker of the number-th line. The first 28 all differ."""
     return {
@@ -222,6 +234,18 @@ def bars(panel: Axes, places: Sequence[str], series: Mapping[str, Sequence[float
     panel.grid(visible=False, axis="x")
 
 
+def bars_by_type(
+    panel: Axes, types: Sequence[Value], numbers: Sequence[float], texts: Sequence[str], space: float
+) -> None:
+    """Draw a horizontal bar with a text for each quant type. The axis is `space` times as long as the longest bar."""
+    places = range(len(types))
+    drawn = panel.barh(places, numbers, color=[style(place)["color"] for place in places])
+    panel.bar_label(drawn, texts, padding=3)
+    panel.set_xlim(0, space * max(numbers) or 1)
+    panel.set_yticks(places, map(label, types))
+    panel.invert_yaxis()
+
+
 def say(panel: Axes, text: str) -> None:
     """Write a text in the place of a missing drawing."""
     panel.text(0.5, 0.5, text, ha="center", va="center", transform=panel.transAxes)
@@ -232,13 +256,6 @@ def ticks_at(values: Sequence[Value]) -> tuple[list[int], list[str]]:
     step = -(-len(values) // _MOST_TICKS)
     places = list(range(0, len(values), max(1, step)))
     return places, [label(values[place]) for place in places]
-
-
-def place_layers(axes: Axes, layers: Sequence[Value]) -> None:
-    """Set up the x-axis of a panel that has a place for each layer."""
-    axes.set_xticks(*ticks_at(layers))
-    axes.set_xlim(-0.5, len(layers) - 0.5)
-    axes.set_xlabel("layer")
 
 
 def place_exponents(panels: Sequence[Axes]) -> tuple[float, float]:
@@ -260,6 +277,16 @@ def numbers_on(axis: Any, *, whole: bool = False) -> None:
 
     axis.set_major_locator(MaxNLocator(nbins=4 if whole else 5, integer=whole))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+
+
+def value_axis(panel: Axes, *, log: bool) -> None:
+    """Set up the y-axis of drawn values, logarithmic if requested. Say so if there is no finite value."""
+    if not panel.has_data():
+        say(panel, "no finite value")
+    if log:
+        log_values(panel)
+    else:
+        numbers_on(panel.yaxis)
 
 
 def log_shares(axis: Any, series: Iterable[Sequence[float | None]]) -> None:

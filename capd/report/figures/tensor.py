@@ -11,8 +11,18 @@ from capd.report.figures.channels import channels_of_tensor, draw_amax
 from capd.report.figures.comparison import overlay
 from capd.report.figures.error_maps import METRICS, labels_of
 from capd.report.figures.exponents import GRIDS, exponent_shares, precision_steps
-from capd.report.figures.iterations import draw_trend
-from capd.report.figures.style import Page, bars, label, legend, new_figure, numbers_on, place_exponents, say
+from capd.report.figures.statistics import draw_trend
+from capd.report.figures.style import (
+    Page,
+    bars,
+    label,
+    legend,
+    new_figure,
+    numbers_on,
+    place_exponents,
+    say,
+    value_axis,
+)
 from capd.report.gather import BY_TENSOR
 from capd.store.documents.names import component
 from capd_client.process.text import human_count, table_lines
@@ -29,28 +39,27 @@ _STATISTICS = ("min", "max", "mean", "std", "absmax")
 
 def tensor_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
     """Yield a page for each tensor name, with all of its records together and a line for each quant type."""
-    for name in groups.values(BY_TENSOR, "tensor_name"):
+    for name in groups.values("tensor_name"):
         yield Page(f"tensor_{component(str(name))}.png", partial(_page, groups, name, log))
 
 
 def _page(groups: Groups, name: Value, log: bool) -> Figure:
-    found = {one: tally for (one, tensor), tally in groups.by(*BY_TENSOR).items() if tensor == name}
+    found = groups.by(*BY_TENSOR, tensor_name=name)
     height = 0.15 + 0.07 * len(found)
     figure, [[values, exponents, trend], [errors, precision, channels], [numbers, *rest]] = new_figure(
         f"{label(name)}{_where(groups)}", 3, 3, (4.6, 2.9), height_ratios=(1.3, 1, height)
     )
-    types = groups.values(BY_TENSOR, "quant_type")
-    seen = {types.index(one): tally.distribution for one, tally in found.items()}
-    overlay(values, {at: each for at, each in seen.items() if each is not None}, types, log=log)
+    overlay(values, groups, name, log=log)
     values.set_title("values")
-    exponent_shares(exponents, {types.index(one): (label(one), tally.stats) for one, tally in found.items()})
+    exponent_shares(exponents, groups, found)
     exponents.set_title("magnitudes")
     precision_steps(precision, GRIDS)
     precision.set_title("precision of the formats")
     precision.legend(fontsize=7, loc="upper left")
     for panel in (exponents, precision):
         panel.set_xlim(*place_exponents([exponents, precision]))
-    draw_trend(trend, groups, name, "absmax", log=log)
+    draw_trend(trend, groups, name, "absmax")
+    value_axis(trend, log=log)
     trend.set_title("absmax by iteration")
     _errors(errors, groups, name)
     _channels(channels, groups, name, log)
@@ -65,7 +74,7 @@ def _where(groups: Groups) -> str:
     """Return the facts that all records share, as a text."""
     shared = []
     for field in _FIELDS:
-        values = groups.values((field,), field)
+        values = groups.values(field)
         if len(values) == 1 and values[0] not in (None, ""):
             word = f"{field} " if field in ("layer", "rank") else ""
             text = f"{word}{label(values[0])}"
@@ -79,17 +88,15 @@ def _errors(panel: Axes, groups: Groups, name: Value) -> None:
     formats = labels_of(groups)
     found = {
         label(one): [METRICS["sqnr"].of(tally.errors.get(each)) for each in formats]
-        for (one, tensor), tally in groups.by(*BY_TENSOR).items()
-        if tensor == name and tally.errors
+        for (one,), tally in groups.by(*BY_TENSOR, tensor_name=name).items()
+        if tally.errors
     }
     if found:
         bars(panel, [label(each) for each in formats], found)
         panel.tick_params(axis="x", rotation=20 if len(formats) > 4 else 0)
     else:
         say(panel, "no format was measured")
-    panel.set_title("SQNR by format")
-    panel.set_xlabel("format")
-    panel.set_ylabel("SQNR (dB)")
+    panel.set(title="SQNR by format", xlabel="format", ylabel="SQNR (dB)")
     numbers_on(panel.yaxis)
 
 
@@ -97,8 +104,7 @@ def _channels(panel: Axes, groups: Groups, name: Value, log: bool) -> None:
     found = channels_of_tensor(groups, name)
     panel.set_title("largest magnitude by channel")
     if not found:
-        panel.set_xlabel("channel")
-        panel.set_ylabel("max |x|")
+        panel.set(xlabel="channel", ylabel="max |x|")
         say(panel, "no channel was looked at")
         return
     number, of_types = max(found.items(), key=lambda pair: sum(each.records for _, each in pair[1].values()))
@@ -110,13 +116,12 @@ def _channels(panel: Axes, groups: Groups, name: Value, log: bool) -> None:
 def _numbers(panel: Axes, groups: Groups, name: Value) -> None:
     """Draw a table of statistics in the place of a panel."""
     rows = []
-    for (one, tensor), tally in groups.by(*BY_TENSOR).items():
-        if tensor == name:
-            stats = tally.stats
-            numbers = (getattr(stats, each) for each in _STATISTICS)
-            cells = ("-" if value is None else f"{value:.4g}" for value in numbers)
-            counts = (tally.records, stats.count, stats.nan, stats.inf, stats.zero)
-            rows.append((label(one), *map(human_count, counts), *cells))
+    for (one,), tally in groups.by(*BY_TENSOR, tensor_name=name).items():
+        stats = tally.stats
+        numbers = (getattr(stats, each) for each in _STATISTICS)
+        cells = ("-" if value is None else f"{value:.4g}" for value in numbers)
+        counts = (tally.records, stats.count, stats.nan, stats.inf, stats.zero)
+        rows.append((label(one), *map(human_count, counts), *cells))
     header = ("quant type", "records", "elements", "NaN", "Inf", "zero", *_STATISTICS)
     panel.set_axis_off()
     text = "\n".join(table_lines(header, rows, header[1:]))

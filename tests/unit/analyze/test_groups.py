@@ -33,7 +33,7 @@ def test_each_group_has_the_statistics_of_all_its_values() -> None:
             groups.add(grouping, of, tally(values))
 
     assert list(groups.by("layer", "rank")) == [(None, 0), (None, 1), (3, 0), (3, 1), (12, 0), (12, 1)]
-    assert groups.values(("layer", "rank"), "layer") == [None, 3, 12]
+    assert groups.values("layer") == [None, 3, 12]
     for (layer,), found in groups.by("layer").items():
         values = np.concatenate([part for (of, _), parts in put.items() if of == layer for part in parts])
         assert (found.records, found.raw_bytes) == (values.size // 50, values.nbytes)
