@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,19 +12,12 @@ from capd.analyze.blocks import BlockStatistics, add_counts, sqnr_histogram
 from capd.analyze.distribution import Distribution, distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
-from capd_client.formats.elements import ELEMENTS, FP16, Element, quantise
+from capd.analyze.grids import Grid, grid_of, grids
+from capd_client.formats.elements import Element, quantise
 from capd_client.formats.encoding import QuantisedPiece, quantised_pieces
 from capd_client.formats.spec import FORMATS, FormatError, Spec
 
-__all__ = [
-    "Limits",
-    "at_scale",
-    "errors_of",
-    "is_blockless",
-    "limits_of",
-    "measure_each",
-    "measured_patterns",
-]
+__all__ = ["at_scale", "errors_of", "measure_each", "measured_patterns"]
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # A number of values. Below it, counting 65,536 patterns costs more than the values themselves.
@@ -36,24 +28,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-class Limits(NamedTuple):
-    """The limits of a format without its scale: the largest finite value, and the smallest normal one."""
-
-    largest: float
-    smallest_normal: float
-
-
-def limits_of(spec: Spec) -> Limits:
-    """Return the limits of a format's elements. HiFloat8's normal values end at 2^-15: below, it has no mantissa."""
-    if spec.fmt == "hifp8":
-        return Limits(2.0**15, 2.0**-15)
-    if spec.fmt == "bf16":
-        return Limits(float(torch.finfo(torch.bfloat16).max), 2.0**-126)
-    element = FP16 if spec.fmt == "fp16" else ELEMENTS[str(spec.elem)]
-    return Limits(element.max_value, 2.0**element.min_exponent)
-
-
-def is_blockless(spec: Spec) -> bool:
+def _is_blockless(spec: Spec) -> bool:
     """Return whether equal values always become equal ones, so that counts of the values are enough."""
     return spec.block is None and spec.rounding != "stochastic"
 
@@ -104,20 +79,20 @@ def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = F
         FormatError: If the tensor has another dtype, or lacks the axis.
     """
     spec, name = choice.spec, _NAMES.get(values.dtype)
-    if name is not None and is_blockless(spec) and values.numel() > _FEW:
+    if name is not None and _is_blockless(spec) and values.numel() > _FEW:
         bits = values.detach().contiguous().view(torch.int16).numpy()
         return measured_patterns(distribution_of(bits, name), spec)
     return _measured(values, None, spec, per_block)
 
 
 def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spec, per_block: bool) -> Errors:
-    if distribution is not None and values.dtype in _NAMES and is_blockless(spec):
+    if distribution is not None and values.dtype in _NAMES and _is_blockless(spec):
         return measured_patterns(distribution, spec)
-    found, limits = Errors(1, values.numel()), limits_of(spec)
+    found, grid = Errors(1, values.numel()), grid_of(spec.fmt, spec.elem)
     if spec.block is not None:
         found.blocks = BlockStatistics(FORMATS[spec.fmt].scale_type)
     for piece in quantised_pieces(values, spec, torch.Generator().manual_seed(0)):
-        _add_piece(found, piece, limits, per_block)
+        _add_piece(found, piece, grid, per_block)
     return found
 
 
@@ -126,13 +101,12 @@ def measured_patterns(distribution: Distribution, spec: Spec) -> Errors:
 
     float32 values are rounded to bfloat16 there (see `Distribution.exact`). A tensor's scale covers all values.
     """
-    found, limits = Errors(1), limits_of(spec)
-    for grid, codes, counts in distribution.patterns():
-        values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, grid))
+    found, grid = Errors(1), grid_of(spec.fmt, spec.elem)
+    for values, counts in _patterns(distribution):
         found.count += int(counts.sum())
         # There is one piece, because there are few patterns.
         for piece in quantised_pieces(values, spec):
-            _add_piece(found, piece, limits, False, counts)
+            _add_piece(found, piece, grid, False, counts)
     return found
 
 
@@ -144,34 +118,40 @@ def at_scale(distribution: Distribution, element: Element, scale: float) -> Erro
     """
     found = Errors(1)
     factor = torch.tensor(scale, dtype=torch.float32)
-    for grid, codes, counts in distribution.patterns():
-        values = torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, grid)).to(torch.float32)
+    for patterns, counts in _patterns(distribution):
+        values = patterns.to(torch.float32)
         rounded = quantise(values / factor, values, element, "away").mul_(factor)
         found.count += int(counts.sum())
-        limits = Limits(element.max_value, 2.0**element.min_exponent)
-        _add_piece(found, QuantisedPiece(values, rounded, after=factor), limits, False, counts)
+        piece = QuantisedPiece(values, rounded, after=factor)
+        _add_piece(found, piece, grids()[element.name], False, counts)
     return found
+
+
+def _patterns(distribution: Distribution) -> Iterator[tuple[torch.Tensor, Counts]]:
+    """Yield the occurring values of each dtype of a distribution, and the count of each."""
+    for dtype, codes, counts in distribution.patterns():
+        yield torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, dtype)), counts
 
 
 # NaNs may be signalling.
 @np.errstate(invalid="ignore")
 def _add_piece(
-    found: Errors, piece: QuantisedPiece, limits: Limits, per_block: bool, counts: Counts | None = None
+    found: Errors, piece: QuantisedPiece, grid: Grid, per_block: bool, counts: Counts | None = None
 ) -> None:
-    usable = _count(found, piece, limits, counts)
+    usable = _count(found, piece, grid, counts)
     wide = [values.numpy().astype(np.float64) for values in (piece.values, piece.found)]
     if usable is not None:
         wide = [np.where(usable, values, 0.0) for values in wide]
     x, y = wide
     found.add_values(x, y, counts)
     if found.blocks is not None:
-        _add_blocks(found.blocks, piece, limits)
+        _add_blocks(found.blocks, piece, grid)
         if per_block:
             _add_block_errors(found.blocks, x, y)
 
 
 def _count(
-    found: Errors, piece: QuantisedPiece, limits: Limits, counts: Counts | None
+    found: Errors, piece: QuantisedPiece, grid: Grid, counts: Counts | None
 ) -> NDArray[np.bool_] | None:
     """Count the errors of single values. Return which values are compared, None if all are."""
     x, y = piece.values.numpy(), piece.found.numpy()
@@ -182,9 +162,9 @@ def _count(
     after = np.float32(1) if piece.after is None else piece.after.numpy()
     magnitude, some = np.abs(x), x != 0
     found.underflows += number((y == 0) & some)
-    found.flushes += number((magnitude < after * np.float32(limits.smallest_normal)) & some)
+    found.flushes += number((magnitude < after * np.float32(grid.normal)) & some)
     finite = np.isfinite(x)
-    found.saturations += number((magnitude > after * np.float32(limits.largest * _ROUNDING)) & finite)
+    found.saturations += number((magnitude > after * np.float32(grid.largest * _ROUNDING)) & finite)
     usable: NDArray[np.bool_] = finite & np.isfinite(y)
     if usable.all():
         return None
@@ -195,7 +175,7 @@ def _count(
     return usable
 
 
-def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, limits: Limits) -> None:
+def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, grid: Grid) -> None:
     amax, after, stored = (
         of.numpy().ravel() for of in (piece.amax, piece.after, piece.stored) if of is not None
     )
@@ -203,9 +183,7 @@ def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, limits: Limits) 
     blocks.count += amax.size
     blocks.zero += int(np.count_nonzero(amax == 0))
     blocks.invalid += int(np.count_nonzero(~np.isfinite(amax)))
-    blocks.saturated += int(
-        np.count_nonzero(usable & (amax > after * np.float32(limits.largest * _ROUNDING)))
-    )
+    blocks.saturated += int(np.count_nonzero(usable & (amax > after * np.float32(grid.largest * _ROUNDING))))
     codes = stored[usable] if stored.dtype == np.uint8 else np.frexp(stored[usable])[1] - 1
     chosen, often = np.unique(codes, return_counts=True)
     add_counts(blocks.scales, dict(zip(chosen.tolist(), often.tolist(), strict=True)))
