@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["AHEAD_NBYTES", "ahead"]
+__all__ = ["AHEAD_NBYTES", "ahead", "worker_threads"]
 
 AHEAD_NBYTES = 128 << 20
 _MOST_ITEMS = 64
@@ -46,3 +48,13 @@ def ahead(
         first, begun, _ = waiting.popleft()
         yield first, begun
         del first, begun
+
+
+@contextmanager
+def worker_threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Run threads while the block runs. Work that has not started at its end is cancelled."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix=f"capd-{name}")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)

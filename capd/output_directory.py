@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
+from capd.errors import NO_SPACE, CapdError, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
 __all__ = ["ExportedFile", "held", "locked_directory", "output_directory", "write_new"]
@@ -104,7 +104,7 @@ def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
     """Write a new file (0600) and return its size in bytes.
 
     Raises:
-        FileExistsError: The file exists.
+        CapdError: The file exists.
         OSError: The file cannot be written.
     """
     fd, temporary = tempfile.mkstemp(prefix=_EXPORT_TEMPORARY, dir=path.parent)
@@ -113,6 +113,8 @@ def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
             write(file)
             nbytes = file.tell()
         os.link(temporary, path)
+    except FileExistsError:
+        raise CapdError(f"{path} exists already; export into another directory") from None
     finally:
         os.unlink(temporary)
     return nbytes

@@ -14,6 +14,7 @@ import json
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,10 +63,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             records = list(series.records)
             raw_nbytes = sum(_nbytes(series, record) for record in records)
-            try:
-                nbytes = write_new(path, lambda file, s=series, r=records: write(file, run_id, s, r))  # type: ignore[misc]
-            except FileExistsError:
-                raise CapdError(f"{path} exists already; export into another directory") from None
+            nbytes = write_new(path, partial(write, run_id=run_id, series=series, records=records))
             yield ExportedFile(path, nbytes, len(records), raw_nbytes)
 
 
@@ -130,7 +128,7 @@ def _write_safetensors(file: BinaryIO, run_id: str, series: Series, records: Seq
         file.write(series.read(record.index).reshape(-1).view(np.uint8).data)
 
 
-SUFFIXES: dict[str, Callable[[BinaryIO, str, Series, Sequence[Record]], None]] = {
+SUFFIXES: dict[str, Callable[..., None]] = {
     ".npz": _write_npz,
     ".safetensors": _write_safetensors,
 }

@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from capd.errors import CapdError
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Moment
@@ -41,10 +40,7 @@ def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[E
     import_extra("pyarrow", "table")
     with locked_directory(out):
         path = out / TABLE_NAME
-        try:
-            nbytes = write_new(path, lambda file: _write(file, run_id, chosen))
-        except FileExistsError:
-            raise CapdError(f"{path} exists already; export into another directory") from None
+        nbytes = write_new(path, lambda file: _write(file, run_id, chosen))
         yield ExportedFile(path, nbytes, sum(len(series) for series in chosen), 0)
 
 

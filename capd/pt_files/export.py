@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from capd.ahead import ahead
+from capd.ahead import ahead, worker_threads
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.pt_files.dictionary import Naming, dictionary_of
 from capd.pt_files.directory import TensorDirectory
@@ -43,14 +43,10 @@ def export_pt(
         DamagedRecord: If a record cannot be read exactly.
         OSError: If a file cannot be written.
     """
-    with locked_directory(out), ThreadPoolExecutor(threads, thread_name_prefix="capd-export") as pool:
+    with locked_directory(out), worker_threads(threads, "export") as pool:
         job = _Export(run_id, naming, TensorDirectory(out), pool)
-        try:
-            for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
-                yield ExportedFile(*done(), 1, _nbytes(item))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
+            yield ExportedFile(*done(), 1, _nbytes(item))
 
 
 def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:

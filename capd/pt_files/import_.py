@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.ahead import AHEAD_NBYTES, ahead
+from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.errors import StoreFull
 from capd.pt_files.dictionary import capture_of
 from capd.pt_files.files import TensorFile
@@ -29,7 +29,7 @@ from capd.store.run.run_store import RunStore
 from capd_client.protocol.dtypes import SUPPORTED_DTYPES
 from capd_client.protocol.key import MAX_NDIM
 
-__all__ = ["LoadedFile", "Outcome", "import_files", "load_file"]
+__all__ = ["Outcome", "import_files", "load_file"]
 
 _MAX_EXPANSION = 64
 """The largest ratio of a tensor's bytes to the bytes of its storage (keys expanded over query heads, for example)."""
@@ -65,17 +65,8 @@ def import_files(
         OSError: If the store's disk fails.
         StoreError: If the store fails.
     """
-    with (
-        ThreadPoolExecutor(threads, thread_name_prefix="capd-import") as loading,
-        ThreadPoolExecutor(threads, thread_name_prefix="capd-encode") as encoding,
-    ):
-        job = _Import(store, ImportWriter(store, encoding, limit), loading, layer_base)
-        try:
-            yield from job.run(files)
-        except BaseException:
-            loading.shutdown(cancel_futures=True)
-            encoding.shutdown(cancel_futures=True)
-            raise
+    with worker_threads(threads, "encode") as encoding, worker_threads(threads, "import") as loading:
+        yield from _Import(store, ImportWriter(store, encoding, limit), loading, layer_base).run(files)
 
 
 class _Import:
@@ -91,10 +82,10 @@ class _Import:
         for item, write in ahead(self._ready(loaded), self._plan, _nbytes, AHEAD_NBYTES // 2):
             if write is not None:
                 write()
-            yield item if isinstance(item, Outcome) else Outcome(item.file, item.record.bits.nbytes)
+            yield item if isinstance(item, Outcome) else Outcome(item.file, item.bits.nbytes)
         self._writer.flush()
 
-    def _begin(self, file: TensorFile) -> Future[LoadedFile] | None:
+    def _begin(self, file: TensorFile) -> Future[ImportedRecord] | None:
         client, sequence = file.capture
         if client not in self._known:
             self._known[client] = RangeSet(self._store.committed(client))
@@ -103,8 +94,8 @@ class _Import:
         return self._pool.submit(load_file, file, self._layer_base)
 
     def _ready(
-        self, loaded: Iterator[tuple[TensorFile, Future[LoadedFile] | None]]
-    ) -> Iterator[LoadedFile | Outcome]:
+        self, loaded: Iterator[tuple[TensorFile, Future[ImportedRecord] | None]]
+    ) -> Iterator[ImportedRecord | Outcome]:
         for file, future in loaded:
             if future is None:
                 yield Outcome(file, already=True)
@@ -113,19 +104,15 @@ class _Import:
                 yield future.result()
             except BadTensorFile as error:
                 yield Outcome(file, problem=str(error))
-            except (
-                OSError,
-                RuntimeError,
-                MemoryError,
-            ) as error:
+            except (OSError, RuntimeError, MemoryError) as error:
                 # The disk fails, or torch lacks memory.
                 yield Outcome(file, problem=f"it cannot be read: {str(error).partition(chr(10))[0][:200]}")
 
-    def _plan(self, item: LoadedFile | Outcome) -> Callable[[], None] | None:
+    def _plan(self, item: ImportedRecord | Outcome) -> Callable[[], None] | None:
         if isinstance(item, Outcome):
             return None
         try:
-            return self._writer.begin(item.record)
+            return self._writer.begin(item)
         except StoreFull as error:
             return partial(self._stop, error)
 
@@ -135,19 +122,11 @@ class _Import:
         raise full
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFile:
-    """A tensor file and its record."""
-
-    file: TensorFile
-    record: ImportedRecord
+def _nbytes(item: ImportedRecord | Outcome) -> int:
+    return 0 if isinstance(item, Outcome) else item.bits.nbytes
 
 
-def _nbytes(item: LoadedFile | Outcome) -> int:
-    return item.record.bits.nbytes if isinstance(item, LoadedFile) else 0
-
-
-def load_file(file: TensorFile, layer_base: int) -> LoadedFile:
+def load_file(file: TensorFile, layer_base: int) -> ImportedRecord:
     """Check and load one file. Raises BadTensorFile, OSError, or torch's error when it lacks memory."""
     if file.path.suffix.lower() == ".pkl":
         raise BadTensorFile("it is a plain pickle, which could hold any code, and is never read")
@@ -155,7 +134,7 @@ def load_file(file: TensorFile, layer_base: int) -> LoadedFile:
         found = load_tensor_file(stream)
     capture = capture_of(found, file.name, file.directory.name, layer_base)
     dtype, bits = _bits(found["tensor"])
-    return LoadedFile(file, ImportedRecord(*file.capture, capture, dtype, bits))
+    return ImportedRecord(file, capture, dtype, bits)
 
 
 def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from capd.pt_files.pickle_scan import BadTensorFile, scan_pickle
+from capd.pt_files.pickle_scan import BadTensorFile, declared_storages
 
 __all__ = ["MAX_PICKLE_NBYTES", "load_tensor_file", "opened"]
 
@@ -85,10 +85,9 @@ def _load(file: BinaryIO) -> Any:
 def _check_legacy(file: BinaryIO, nbytes: int) -> None:
     """Check five pickles (magic, version, system, object, storage keys), then each storage's size and bytes."""
     head = io.BytesIO(file.read(MAX_PICKLE_NBYTES))
-    scans = [scan_pickle(head) for _ in range(5)]
-    if any(scan.storages for scan in (*scans[:3], scans[4])):
+    *before, declared, after = (declared_storages(head) for _ in range(5))
+    if any((*before, after)):
         raise BadTensorFile("its header refers to storages")
-    declared = scans[3].storages
     expected = head.tell() + sum(8 + size for size in declared.values())
     if expected != nbytes:
         raise BadTensorFile(f"its tensors are declared to end at byte {expected}, the file at byte {nbytes}")
@@ -141,7 +140,7 @@ def _check_storages(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo
     if entries[pickles[0]].file_size > MAX_PICKLE_NBYTES:
         raise BadTensorFile(f"its dictionary takes more than {MAX_PICKLE_NBYTES} bytes")
     folder = pickles[0].removesuffix("data.pkl")
-    for key, declared in scan_pickle(io.BytesIO(archive.read(pickles[0]))).storages.items():
+    for key, declared in declared_storages(io.BytesIO(archive.read(pickles[0]))).items():
         entry = entries.get(f"{folder}data/{key}")
         held = -1 if entry is None else entry.file_size
         if held != declared:

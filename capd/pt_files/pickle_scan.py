@@ -8,13 +8,12 @@ are walked first (`pickletools`), on a stack of constants. Nothing is imported, 
 from __future__ import annotations
 
 import pickletools
-from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 from capd.errors import CapdError
 from capd_client.protocol.dtypes import SUPPORTED_DTYPES
 
-__all__ = ["BadTensorFile", "PickleScan", "scan_pickle"]
+__all__ = ["BadTensorFile", "declared_storages"]
 
 
 class BadTensorFile(CapdError):
@@ -30,21 +29,10 @@ _KNOWN = frozenset(
     | {"collections OrderedDict", "torch Size", "torch device", "torch.storage UntypedStorage"}
     | {f"torch {name}" for name in (*_ITEM_NBYTES, *SUPPORTED_DTYPES)}
 )
-_VALUES = frozenset(
-    {
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "BINUNICODE",
-    }
-    | {"SHORT_BINUNICODE", "GLOBAL"}
-)
+_VALUES = frozenset({
+    "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE",
+    "SHORT_BINUNICODE", "GLOBAL",
+})  # fmt: skip
 _CONTAINERS = frozenset({"EMPTY_DICT", "EMPTY_LIST"})
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 # The number of values that each opcode takes from the stack. REDUCE puts its result there.
@@ -55,15 +43,10 @@ class _Global(NamedTuple):
     name: str
 
 
-@dataclass(slots=True)
-class PickleScan:
-    """The result of a scan. `storages` maps each key to the bytes that the pickle declares for the storage."""
+def declared_storages(stream: BinaryIO) -> dict[str, int]:
+    """Return the bytes of each storage that the pickle at the stream's position declares, by the storage's key.
 
-    storages: dict[str, int] = field(default_factory=dict)
-
-
-def scan_pickle(stream: BinaryIO) -> PickleScan:
-    """Walk the pickle at the stream's position. The stream is then at the end of the pickle.
+    The stream is then at the end of the pickle.
 
     Raises:
         BadTensorFile: If the pickle is cut off, or has an opcode that torch.save never writes for tensors and plain
@@ -77,14 +60,14 @@ def scan_pickle(stream: BinaryIO) -> PickleScan:
         raise
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         raise BadTensorFile(f"its pickle is cut off or damaged: {error}") from None
-    return machine.scan
+    return machine.storages
 
 
 class _Machine:
     """The pickle machine on constants. It ignores the contents of containers and the results of functions."""
 
     def __init__(self) -> None:
-        self.scan = PickleScan()
+        self.storages: dict[str, int] = {}
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -132,7 +115,7 @@ class _Machine:
         if item_nbytes is None or not isinstance(key, str) or type(elements) is not int or elements < 0:
             raise BadTensorFile("it declares a storage whose type or size is none")
         nbytes = elements * item_nbytes
-        if self.scan.storages.setdefault(key, nbytes) != nbytes:
+        if self.storages.setdefault(key, nbytes) != nbytes:
             raise BadTensorFile(f"it declares storage {key[:40]!r} twice, with different sizes")
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreFull
 from capd.pt_files.dictionary import Capture
+from capd.pt_files.files import TensorFile
 from capd.store.format.codec_choice import SAMPLE_NBYTES
 from capd.store.format.encode import ChunkResult, encode_chunk, summarise_small
 from capd.store.format.frames import RecordRow, StatsRow
@@ -32,10 +33,9 @@ _CATALOG_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ImportedRecord:
-    """A record to commit. `client` and `sequence` identify it; `bits` are its stored elements, with any strides."""
+    """A record to commit. `file` identifies it; `bits` are its stored elements, with any strides."""
 
-    client: bytes
-    sequence: int
+    file: TensorFile
     capture: Capture
     dtype: str
     bits: NDArray[np.generic]
@@ -138,8 +138,7 @@ def _row(plan: Plan, record: ImportedRecord) -> RecordRow:
     capture = record.capture
     own = capture.attributes != plan.header.attributes
     return RecordRow(
-        record.client,
-        record.sequence,
+        *record.file.capture,
         record.bits.shape,
         record.bits.nbytes,
         capture.moment,
