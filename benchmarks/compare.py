@@ -39,8 +39,8 @@ from capd.analyze.format_choice import choices
 from capd.analyze.groups import Groups
 from capd.analyze.scale_sweep import SWEEP_ELEMENTS, sweep_scales
 from capd.io.items import items_of_runs
-from capd.io.pairs import entries_of, matched
-from capd.io.sides import RunSide
+from capd.io.pairs import matched
+from capd.io.sides import run_side
 from capd.report.differences import Differences, compare_each
 from capd.report.gather import GatheredRecords, gather
 from capd.server.heap import settled_heap
@@ -100,8 +100,8 @@ def _sweep(run: str) -> int:
 
 
 def _pairs(run: str) -> int:
-    sides = RunSide(Path(run), []), RunSide(Path(run), [])
-    pairing = matched(entries_of(sides[0])[0], entries_of(sides[1])[0], ())
+    sides = run_side(Path(run), []), run_side(Path(run), [])
+    pairing = matched(sides[0].entries()[0], sides[1].entries()[0], ())
     found = Differences(*sides, by=("tensor_name",))
     seen = list(compare_each(pairing, found, threads=_cpus(), until_first=False))
     assert found.whole.identical == len(seen)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import StoreError
+from capd.errors import CapdError, StoreError
 from capd.pt_files.files import TensorFile, find_files
 from capd.pt_files.import_ import load_file
 from capd.store.format.statistics import Stats, public, summarise
-from capd.store.read.series import Record, Series
+from capd.store.read.series import Series
 from capd.store.read.store import open_store
 from capd_client.process.text import printable
 from capd_client.protocol.dtypes import ITEM_NBYTES
@@ -29,10 +29,12 @@ from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
-    "SOURCE_DTYPES", "Item", "Items", "Loaded", "Test", "file_name", "items_of_files", "items_of_runs", "moment_of",
+    "UNREADABLE", "Item", "Items", "Loaded", "Skipped", "Test", "items_of_files", "items_of_runs", "skipped",
 ]  # fmt: skip
 
-SOURCE_DTYPES = ("bfloat16", "float16", "float32", "float64")
+UNREADABLE = (CapdError, OSError, RuntimeError, MemoryError)
+"""The errors of a record that is damaged or foreign, or for which torch lacks memory."""
+_SOURCE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Test = Callable[[Key], bool]
 
 
@@ -63,24 +65,40 @@ class Loaded:
             return "only its statistics were kept"
         if "tensor_class" in self.attributes:
             return f"it is a part of a quantised tensor ({printable(str(self.attributes['tensor_class'])[:200])})"
-        if self.dtype not in SOURCE_DTYPES:
-            return f"{self.dtype} is no high-precision source; these are {', '.join(SOURCE_DTYPES)}"
+        if self.dtype not in _SOURCE_DTYPES:
+            return f"{self.dtype} is no high-precision source; these are {', '.join(_SOURCE_DTYPES)}"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item. `load` and `Loaded.read` raise CapdError, OSError, RuntimeError or MemoryError.
+    """An item. `load`, `read` and `Loaded.read` raise UNREADABLE.
 
     Attributes:
         name: The name in messages.
         nbytes: The memory that the item takes after it is read.
         load: Returns the loaded item, None if the selection leaves it out.
+        read: Returns the stored elements, and keeps nothing in memory until then. None if only statistics were kept.
     """
 
     name: str
     nbytes: int
     load: Callable[[], Loaded | None]
+    read: Callable[[], NDArray[np.generic]] | None = None
+
+
+class Skipped(NamedTuple):
+    """A record or file that could not be read, and the reason. `damaged`: whether it is known to be in a run."""
+
+    name: str
+    reason: str
+    damaged: bool = False
+
+
+def skipped(name: str, error: BaseException, *, damaged: bool = False) -> Skipped:
+    """Return the reason why something cannot be read, in one short line."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return Skipped(name, printable(reason[:500]), damaged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +131,7 @@ def items_of_runs(paths: Sequence[Path], tests: Sequence[Test]) -> Items:
 def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]]) -> Iterator[Item]:
     for name, one, numbers in series:
         if isinstance(numbers, StoreError):
-            yield Item(name, 0, partial(_fail, numbers))
+            yield _unreadable(name, numbers)
         else:
             yield from (_item(f"{name}#{number}", one, number) for number in numbers)
 
@@ -129,58 +147,54 @@ def _item(name: str, series: Series, number: int) -> Item:
     try:
         record = series.record(number)
     except StoreError as error:
-        return Item(name, 0, partial(_fail, error))
-    whole = series.kept == "tensor"
-    nbytes = prod(record.shape) * ITEM_NBYTES[series.dtype] if whole else 8 * ROW_VALUES
+        return _unreadable(name, error)
+    read = partial(series.read, number) if series.kept == "tensor" else None
+    nbytes = prod(record.shape) * ITEM_NBYTES[series.dtype] if read else 8 * ROW_VALUES
 
     def load() -> Loaded:
-        return Loaded(
-            series.key, moment_of(record), series.dtype, nbytes,
-            record.committed_stats if whole else record.stats,
-            partial(series.read, number) if whole else None, record.attributes, record.shape,
-        )  # fmt: skip
+        moment = Moment(*(getattr(record, name) for name in Moment.__struct_fields__))
+        stats = record.committed_stats if read else record.stats
+        return Loaded(series.key, moment, series.dtype, nbytes, stats, read, record.attributes, record.shape)
 
-    return Item(name, nbytes, load)
+    return Item(name, nbytes, load, read)
 
 
-def moment_of(record: Record) -> Moment:
-    """Return the moment of a record."""
-    return Moment(*(getattr(record, name) for name in Moment.__struct_fields__))
+def _unreadable(name: str, error: StoreError) -> Item:
+    def fail() -> NoReturn:
+        raise error
+
+    return Item(name, 0, fail, fail)
 
 
-def _fail(error: StoreError) -> NoReturn:
-    raise error
-
-
-def items_of_files(root: Path, tests: Sequence[Test], layer_base: int) -> Items:
+def items_of_files(root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True) -> Items:
     """Return the tensor files below `root`. Loading a file makes the same checks as an import.
 
     Args:
         root: The directory.
         tests: Tests on keys. A file is tested when it is loaded.
         layer_base: The number of the first layer in files that capd did not write.
+        statistics: Whether loading a file computes its statistics.
 
     Raises:
         OSError: If `root` cannot be read.
     """
+
+    def item(file: TensorFile) -> Item:
+        name = printable(os.fsencode(file.path).decode(errors="replace"))
+        load = partial(_load_file, file, tests, layer_base, statistics)
+        return Item(name, file.nbytes, load, lambda: load_file(file, layer_base).bits)
+
     files = find_files(root)
-    load = partial(_load_file, tests=tests, layer_base=layer_base)
-    return Items(len(files), (Item(file_name(file), file.nbytes, partial(load, file)) for file in files))
+    return Items(len(files), map(item, files))
 
 
-def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int) -> Loaded | None:
-    record = load_file(file, layer_base).record
-    capture = record.capture
+def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int, statistics: bool) -> Loaded | None:
+    record = load_file(file, layer_base)
+    capture, bits = record.capture, record.bits
     if not all(test(capture.key) for test in tests):
         return None
     # The file's own statistics do not merge (docs/migration-files.md), and the elements are in memory already.
-    stats = public(summarise(record.bits, record.dtype))
+    stats = public(summarise(bits, record.dtype)) if statistics else None
     return Loaded(
-        capture.key, capture.moment, record.dtype, record.bits.nbytes, stats, lambda: record.bits,
-        shape=record.bits.shape,
-    )  # fmt: skip
-
-
-def file_name(file: TensorFile) -> str:
-    """Return the name of a file in messages."""
-    return printable(os.fsencode(file.path).decode(errors="replace"))
+        capture.key, capture.moment, record.dtype, bits.nbytes, stats, lambda: bits, shape=bits.shape
+    )

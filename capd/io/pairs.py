@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from capd.io.sides import Entry, Side, Unread
+from capd.io.sides import Entry
 from capd_client.protocol.key import Key
 
-__all__ = ["MATCHED_MOMENT", "Matched", "Pair", "disjoint_fields", "entries_of", "matched"]
+__all__ = ["MATCHED_MOMENT", "Matched", "Pair", "disjoint_fields", "matched"]
 
 KEY = Key.__struct_fields__
 MATCHED_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "recompute")
@@ -24,12 +24,11 @@ class Pair(NamedTuple):
     @property
     def mismatch(self) -> str | None:
         """The reason why the elements of the pair cannot be compared, None if they can."""
-        for what, a, b in (
-            ("dtype", self.left.dtype, self.right.dtype),
-            ("shape", list(self.left.shape), list(self.right.shape)),
-        ):
-            if a != b:
-                return f"{what} {a} against {b}"
+        left, right = self
+        if left.dtype != right.dtype:
+            return f"dtype {left.dtype} against {right.dtype}"
+        if left.shape != right.shape:
+            return f"shape {list(left.shape)} against {list(right.shape)}"
         return None
 
 
@@ -45,18 +44,6 @@ class Matched(NamedTuple):
     pairs: list[Pair]
     only_left: list[Entry]
     only_right: list[Entry]
-
-
-def entries_of(side: Side) -> tuple[list[Entry], list[Unread]]:
-    """Return all records of a side, and the records that cannot be read."""
-    found: list[Entry] = []
-    unread: list[Unread] = []
-    for entry in side.entries():
-        if isinstance(entry, Unread):
-            unread.append(entry)
-        else:
-            found.append(entry)
-    return found, unread
 
 
 def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]) -> Matched:

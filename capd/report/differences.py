@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from capd.ahead import AHEAD_NBYTES, ahead
+from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.difference import Difference, difference_of
 from capd.analyze.groups import Value, order_of
-from capd.errors import CapdError
+from capd.io.items import UNREADABLE, Skipped, skipped
 from capd.io.pairs import MATCHED_MOMENT, Matched, Pair
-from capd.io.sides import Side, Unread, unread
+from capd.io.sides import Side
 from capd_client.protocol.key import Key
 
-__all__ = ["DIFFERENCE_COLUMNS", "Differences", "compare_each", "plain_difference", "plain_pair"]
+__all__ = ["DIFFERENCE_COLUMNS", "Differences", "compare_each", "plain_difference"]
 
 DIFFERENCE_COLUMNS = (
     "pairs", "identical", "elements", "equal", "special", "max_abs", "max_relative", "absmax", "relative", "mae", "mse",
@@ -47,7 +44,7 @@ class Differences:
     groups: dict[tuple[Value, ...], Difference] = field(default_factory=dict)
     each: list[dict[str, Any]] = field(default_factory=list)
     mismatched: list[tuple[Pair, str]] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
+    unread: list[Skipped] = field(default_factory=list)
     different: int = 0
     first: dict[str, Any] | None = None
 
@@ -55,11 +52,12 @@ class Differences:
         """Add a pair. Return whether it is beyond the tolerance."""
         is_different = difference.exceeds(self.tolerance)
         self.different += is_different
-        if self.keeps_each or (is_different and self.first is None):
-            row = plain_pair(self, pair, difference)
+        is_first = is_different and self.first is None
+        if self.keeps_each or is_first:
+            row = _plain_pair(self.tolerance, pair, difference)
             if self.keeps_each:
                 self.each.append(row)
-            if is_different and self.first is None:
+            if is_first:
                 self.first = row
         self.whole.add(difference)
         place = tuple(getattr(pair.left.key if name in _KEY else pair.left.moment, name) for name in self.by)
@@ -73,7 +71,7 @@ class Differences:
 
 def compare_each(
     matched: Matched, found: Differences, *, threads: int, until_first: bool
-) -> Iterator[Unread | int]:
+) -> Iterator[Skipped | int]:
     """Compare all pairs in order.
 
     About 128 MiB of records are in memory at once, or one pair if it is larger.
@@ -87,23 +85,20 @@ def compare_each(
     Yields:
         The bytes of each pair, or the reason why it could not be read.
     """
-    with ThreadPoolExecutor(threads, thread_name_prefix="capd-compare") as pool:
+    with worker_threads(threads, "compare") as pool:
 
-        def begin(pair: Pair) -> Future[Difference | Unread]:
+        def begin(pair: Pair) -> Future[Difference | Skipped]:
             return pool.submit(_compared, pair, found.left, found.right)
 
-        try:
-            for pair, future in ahead(_comparable(matched.pairs, found), begin, _nbytes, AHEAD_NBYTES):
-                difference = future.result()
-                if isinstance(difference, Unread):
-                    found.unread.append(difference)
-                    yield difference
-                    continue
-                yield _nbytes(pair)
-                if found.add(pair, difference) and until_first:
-                    return
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for pair, future in ahead(_comparable(matched.pairs, found), begin, _nbytes, AHEAD_NBYTES):
+            difference = future.result()
+            if isinstance(difference, Skipped):
+                found.unread.append(difference)
+                yield difference
+                continue
+            yield _nbytes(pair)
+            if found.add(pair, difference) and until_first:
+                return
 
 
 def _comparable(pairs: Sequence[Pair], found: Differences) -> Iterator[Pair]:
@@ -119,14 +114,14 @@ def _nbytes(pair: Pair) -> int:
     return pair.left.nbytes + pair.right.nbytes
 
 
-def _compared(pair: Pair, left: Side, right: Side) -> Difference | Unread:
-    bits: dict[str, NDArray[np.generic]] = {}
-    for name, side, entry in (("a", left, pair.left), ("b", right, pair.right)):
+def _compared(pair: Pair, left: Side, right: Side) -> Difference | Skipped:
+    bits = []
+    for side, entry in ((left, pair.left), (right, pair.right)):
         try:
-            bits[name] = side.read(entry)
-        except (CapdError, OSError, RuntimeError, MemoryError) as error:
-            return unread(f"{side.source}: {side.name(entry)}", error, damaged=side.damaged)
-    return difference_of(bits["a"], bits["b"], pair.left.dtype)
+            bits.append(entry.read())
+        except UNREADABLE as error:
+            return skipped(f"{side.source}: {entry.name}", error, damaged=side.damaged)
+    return difference_of(bits[0], bits[1], pair.left.dtype)
 
 
 def plain_difference(difference: Difference) -> dict[str, Any]:
@@ -139,16 +134,16 @@ def plain_difference(difference: Difference) -> dict[str, Any]:
     return {name: own[name] if name in own else getattr(errors, name) for name in DIFFERENCE_COLUMNS}
 
 
-def plain_pair(found: Differences, pair: Pair, difference: Difference) -> dict[str, Any]:
+def _plain_pair(tolerance: float, pair: Pair, difference: Difference) -> dict[str, Any]:
     """Describe one pair: its place, key and moment of the left record, and the difference of the right one."""
     left = pair.left
     return {
-        "left": found.left.name(left),
-        "right": found.right.name(pair.right),
+        "left": left.name,
+        "right": pair.right.name,
         **{name: getattr(left.key, name) for name in Key.__struct_fields__},
         **{name: getattr(left.moment, name) for name in (*MATCHED_MOMENT, "time_ns")},
         "dtype": left.dtype,
         "shape": list(left.shape),
-        "different": difference.exceeds(found.tolerance),
+        "different": difference.exceeds(tolerance),
         **{name: value for name, value in plain_difference(difference).items() if name != "pairs"},
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from capd.ahead import AHEAD_NBYTES, ahead
+from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
-from capd.io.items import Item
-from capd.report.looking import Asked, Seen, Skipped, look
+from capd.io.items import Item, Skipped
+from capd.report.measured import Measured, Measurements, measure
 from capd.report.series import SeriesSummaries, emulation_of
 from capd_client.protocol.key import Key, Moment
 
@@ -88,23 +88,19 @@ def gather(
         For each item, in order, its bytes after it was added, or the reason why it was skipped.
     """
     adding = _Adding(gathered)
-    asked = Asked(quick=quick, choices=choices, per_block=per_block, channels=channels)
-    with ThreadPoolExecutor(threads, thread_name_prefix="capd-report") as pool:
+    wanted = Measurements(quick=quick, choices=choices, per_block=per_block, channels=channels)
+    with worker_threads(threads, "report") as pool:
 
-        def begin(item: Item) -> Future[Seen | Skipped | None]:
-            return pool.submit(look, item, asked)
+        def begin(item: Item) -> Future[Measured | Skipped | None]:
+            return pool.submit(measure, item, wanted)
 
-        try:
-            for item, future in ahead(items, begin, lambda item: item.nbytes, AHEAD_NBYTES):
-                seen = future.result()
-                if isinstance(seen, Seen):
-                    adding.add(item.name, seen)
-                elif seen is not None:
-                    gathered.skipped.append(seen)
-                yield seen if isinstance(seen, Skipped) else item.nbytes
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for item, future in ahead(items, begin, lambda item: item.nbytes, AHEAD_NBYTES):
+            measured = future.result()
+            if isinstance(measured, Measured):
+                adding.add(item.name, measured)
+            elif measured is not None:
+                gathered.skipped.append(measured)
+            yield measured if isinstance(measured, Skipped) else item.nbytes
     adding.end_key()
     if gathered.series is not None:
         gathered.series.close()
@@ -121,23 +117,23 @@ class _Adding:
         self._key: Key | None = None
         self._tally = Tally()
 
-    def add(self, name: str, seen: Seen) -> None:
-        loaded = seen.loaded
+    def add(self, name: str, measured: Measured) -> None:
+        loaded = measured.loaded
         if loaded.key != self._key:
             self.end_key()
             self._key = loaded.key
-        self._tally.add(seen.tally)
+        self._tally.add(measured.tally)
         for fields in self._of_moments:
             values = [getattr(loaded.moment if field in _MOMENT else loaded.key, field) for field in fields]
-            self._groups.add(fields, values, seen.tally)
-        self._gathered.without_statistics += not seen.has_statistics
-        for reason in seen.unmeasured:
+            self._groups.add(fields, values, measured.tally)
+        self._gathered.without_statistics += not measured.has_statistics
+        for reason in measured.unmeasured:
             place = name.rpartition("#")[0] or name, reason
             self._gathered.unmeasured[place] = self._gathered.unmeasured.get(place, 0) + 1
         said = loaded.key.quant_type, emulation_of(loaded)
         self._gathered.emulations[said] = self._gathered.emulations.get(said, 0) + 1
         if self._gathered.series is not None:
-            self._gathered.series.add(name, seen)
+            self._gathered.series.add(name, measured)
 
     def end_key(self) -> None:
         for fields in self._of_keys if self._key is not None else ():

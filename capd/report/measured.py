@@ -1,38 +1,29 @@
-"""The look at one item: its statistics and, if requested, its distribution, errors of formats and channels."""
+"""The measurements of one item: its statistics and, if requested, distribution, errors of formats and channels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from capd.analyze.block_ranges import RANGE_BLOCKS, BlockRanges, block_ranges
 from capd.analyze.channels import channels_of
-from capd.analyze.distribution import Distribution, distribution_of
+from capd.analyze.distribution import distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Tally
-from capd.errors import CapdError
-from capd.io.items import Item, Loaded
+from capd.io.items import UNREADABLE, Item, Loaded, Skipped, skipped
 from capd.store.format.statistics import merge_stats, public, summarise
 from capd.store.read.series import tensor_of
-from capd_client.process.text import printable
 
-__all__ = ["Asked", "Seen", "Skipped", "look"]
+if TYPE_CHECKING:
+    import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A record or file that could not be read, and the reason."""
-
-    name: str
-    reason: str
+__all__ = ["Measured", "Measurements", "measure"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Measurements:
     """The requested measurements of an item.
 
     Attributes:
@@ -49,7 +40,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Measured:
     """The measurements of an item. `unmeasured`: the reason why some formats have no error, or all."""
 
     loaded: Loaded
@@ -58,45 +49,39 @@ class Seen:
     unmeasured: list[str] = field(default_factory=list)
 
 
-def look(item: Item, asked: Asked) -> Seen | Skipped | None:
+def measure(item: Item, wanted: Measurements) -> Measured | Skipped | None:
     """Load and measure one item. Return None if it is outside of the selection."""
     try:
         loaded = item.load()
-        return None if loaded is None else _seen(loaded, asked)
-    except (CapdError, OSError, RuntimeError, MemoryError) as error:
-        # The record is damaged, or torch lacks memory.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Skipped(item.name, printable(reason[:500]))
+        return None if loaded is None else _measured(loaded, wanted)
+    except UNREADABLE as error:
+        return skipped(item.name, error)
 
 
-def _seen(loaded: Loaded, asked: Asked) -> Seen:
+def _measured(loaded: Loaded, wanted: Measurements) -> Measured:
     stats, distribution, channels = loaded.stats, None, None
     errors: dict[str, Errors] = {}
     ranges: dict[str, BlockRanges] = {}
-    unmeasured = [loaded.no_source] if asked.choices and loaded.no_source is not None else []
-    if loaded.read is not None and not asked.quick:
+    unmeasured = [loaded.no_source] if wanted.choices and loaded.no_source is not None else []
+    if loaded.read is not None and not wanted.quick:
         bits = loaded.read()
         distribution = distribution_of(bits, loaded.dtype)
         stats = stats or public(summarise(bits, loaded.dtype))
-        if asked.choices and not unmeasured:
-            errors, unmeasured = _measure(bits, loaded.dtype, distribution, asked)
-            ranges = _ranges(bits, loaded.dtype) if asked.per_block else {}
-        if asked.channels:
+        if wanted.choices and not unmeasured:
+            # The import needs torch, which a report without formats does not load.
+            from capd.analyze.measure import measure_each
+
+            values = tensor_of(bits, loaded.dtype)
+            errors, unmeasured = measure_each(
+                values, distribution, wanted.choices, per_block=wanted.per_block
+            )
+            ranges = _ranges(values) if wanted.per_block else {}
+        if wanted.channels:
             channels = channels_of(bits, loaded.dtype, stats.std)
     tally = Tally(1, loaded.raw_bytes, stats or merge_stats(()), distribution, errors, channels, ranges)
-    return Seen(loaded, tally, stats is not None, unmeasured)
+    return Measured(loaded, tally, stats is not None, unmeasured)
 
 
-def _measure(
-    bits: NDArray[np.generic], dtype: str, distribution: Distribution, asked: Asked
-) -> tuple[dict[str, Errors], list[str]]:
-    # The import needs torch, which a report without formats does not load.
-    from capd.analyze.measure import measure_each
-
-    return measure_each(tensor_of(bits, dtype), distribution, asked.choices, per_block=asked.per_block)
-
-
-def _ranges(bits: NDArray[np.generic], dtype: str) -> dict[str, BlockRanges]:
-    values = tensor_of(bits, dtype)
+def _ranges(values: torch.Tensor) -> dict[str, BlockRanges]:
     found = {name: block_ranges(values, *block) for name, block in RANGE_BLOCKS.items()}
     return {name: ranges for name, ranges in found.items() if ranges is not None}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from capd.analyze.groups import Tally
 from capd.io.items import Loaded
-from capd.report.looking import Seen
+from capd.report.measured import Measured
 from capd.report.quantiles import quantiles_of
 from capd_client.protocol.key import Key, Moment
 
@@ -53,15 +53,15 @@ class SeriesSummary:
     step: int = 1
     _closed: bool = False
 
-    def add(self, seen: Seen) -> None:
+    def add(self, measured: Measured) -> None:
         """Add a record."""
         if self.tally.records % self.step == 0:
-            stats = seen.tally.stats
-            self.points.append(Point(seen.loaded.moment, stats.mean, stats.std, stats.absmax))
+            stats = measured.tally.stats
+            self.points.append(Point(measured.loaded.moment, stats.mean, stats.std, stats.absmax))
             if len(self.points) > _MOST_POINTS:
                 self.points, self.step = self.points[::2], 2 * self.step
-        self.tally.add(seen.tally, values=not self._closed, channels=False)
-        self.emulation = emulation_of(seen.loaded) or self.emulation
+        self.tally.add(measured.tally, values=not self._closed, channels=False)
+        self.emulation = emulation_of(measured.loaded) or self.emulation
 
     def close(self) -> None:
         """Close a run of neighbours: keep only the quantiles of the distribution, or none after a second run."""
@@ -77,9 +77,9 @@ class SeriesSummaries:
         self._others: set[tuple[Key, str]] = set()
         self._last: SeriesSummary | None = None
 
-    def add(self, name: str, seen: Seen) -> None:
+    def add(self, name: str, measured: Measured) -> None:
         """Add a record. `name` is the name of its item."""
-        loaded = seen.loaded
+        loaded = measured.loaded
         identity = loaded.key, loaded.dtype
         summary = self._found.get(identity)
         if summary is None:
@@ -91,7 +91,7 @@ class SeriesSummaries:
         if summary is not self._last:
             self.close()
             self._last = summary
-        summary.add(seen)
+        summary.add(measured)
 
     def close(self) -> None:
         """Close the series of the last record, because no more of its records follow."""

@@ -37,11 +37,10 @@ def compare_pairs(
     free = set(fields_of("--ignore", ignore)) if ignore else set()
     left, right, field = _sides(request, between)
     free |= {field} if field else set()
-    from capd.io.pairs import entries_of
     from capd.report.differences import Differences
 
     found = Differences(left, right, fields, tolerance, keeps_each=each)
-    (lefts, bad_lefts), (rights, bad_rights) = entries_of(left), entries_of(right)
+    (lefts, bad_lefts), (rights, bad_rights) = left.entries(), right.entries()
     found.unread += [*bad_lefts, *bad_rights]
     for problem in found.unread:
         note(f"skipped {problem.name}: {problem.reason}")
@@ -150,12 +149,12 @@ def _between(text: str) -> tuple[str, list[str]]:
 
 
 def _side(request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
-    from capd.io.sides import FileSide, RunSide
+    from capd.io.sides import file_side, run_side
 
     tests = [*request.tests, *tests]
     if holds_files(place) and any(place.rglob("*.pt")):
-        return FileSide(place, tests, request.layer_base)
-    return RunSide(resolve_run(place, request.run), tests)
+        return file_side(place, tests, request.layer_base)
+    return run_side(resolve_run(place, request.run), tests)
 
 
 def _equals(field: str, word: str) -> Callable[[Any], bool]:

@@ -10,7 +10,7 @@ from capd.cli.output import human_count, human_number, note, print_lines, print_
 
 if TYPE_CHECKING:
     from capd.io.pairs import Matched
-    from capd.io.sides import Entry, Side
+    from capd.io.sides import Entry
     from capd.report.differences import Differences
 
 __all__ = ["print_differences", "say_left_out"]
@@ -66,11 +66,11 @@ def print_differences(
         "first_divergence": found.first,
         "records": found.each if found.keeps_each else None,
         "mismatched": [
-            {"left": found.left.name(pair.left), "right": found.right.name(pair.right), "reason": reason}
+            {"left": pair.left.name, "right": pair.right.name, "reason": reason}
             for pair, reason in found.mismatched
         ],
-        "only_left": _plain_only(found.left, pairing.only_left),
-        "only_right": _plain_only(found.right, pairing.only_right),
+        "only_left": _plain_only(pairing.only_left),
+        "only_right": _plain_only(pairing.only_right),
         "without_elements": found.left.without_elements + found.right.without_elements,
         "skipped": [{"name": one.name, "reason": one.reason} for one in found.unread],
     }
@@ -87,8 +87,8 @@ def print_differences(
         print_lines([*_summary(found, len(pairing.pairs))])
 
 
-def _plain_only(side: Side, entries: Sequence[Entry]) -> dict[str, Any]:
-    return {"count": len(entries), "names": [side.name(entry) for entry in entries[:_MAX_NAMES]]}
+def _plain_only(entries: Sequence[Entry]) -> dict[str, Any]:
+    return {"count": len(entries), "names": [entry.name for entry in entries[:_MAX_NAMES]]}
 
 
 def _print_groups(fields: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -140,11 +140,11 @@ def _summary(found: Differences, pairs: int) -> list[str]:
 def say_left_out(found: Differences, pairing: Matched) -> None:
     """Name on stderr the records that were not compared."""
     if found.mismatched:
-        names = [f"{found.left.name(pair.left)} ({reason})" for pair, reason in found.mismatched]
+        names = [f"{pair.left.name} ({reason})" for pair, reason in found.mismatched]
         name_some("pair", "not compared, of different dtypes or shapes", names)
     for side, entries in ((found.left, pairing.only_left), (found.right, pairing.only_right)):
         if entries:
-            names = [side.name(entry) for entry in entries[:_NAMED]]
+            names = [entry.name for entry in entries[:_NAMED]]
             name_some("record", f"in {side.source} alone", names, len(entries))
     statistics = found.left.without_elements + found.right.without_elements
     if statistics:
