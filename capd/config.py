@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -61,12 +61,10 @@ Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Uid = Annotated[int, Field(ge=0, lt=2**32 - 1)]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class DaemonSettings(_Settings):
+class DaemonSettings(BaseModel):
     """The settings of `capd serve`. `capd config show` prints each value with its origin."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     store: Annotated[Path, Field(strict=False)] = Path("captures")
     """Directory that holds the runs."""
@@ -146,7 +144,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"{path}: {error}") from None
     problems = job_problems_of(table)
     if isinstance(table.get("daemon", {}), dict):
-        problems += _problems_of(DaemonSettings, table.get("daemon", {}), "[daemon] {}".format)
+        problems += _problems_of(table.get("daemon", {}), "[daemon] {}".format)
     return table, [f"{path}: {problem}" for problem in problems]
 
 
@@ -178,8 +176,11 @@ def resolve_daemon(
             values[field], origins[field] = table[field], f"file {file}"
         else:
             origins[field] = "default"
-    settings = _validate(DaemonSettings, values, lambda field: _blame(field, origins))
-    return Resolved(settings, origins, file)
+    problems = _problems_of(values, lambda field: _blame(field, origins))
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + more)
+    return Resolved(DaemonSettings.model_validate(values), origins, file)
 
 
 def load_daemon_settings(
@@ -219,33 +220,22 @@ def _blame(field: str, origins: Mapping[str, str]) -> str:
     return f"--{field.replace('_', '-')}" if origin == "flag" else f"{field} ({origin})"
 
 
-_Model = TypeVar("_Model", bound=BaseModel)
-# From a field's name to its name and place in a message.
-_Place = Callable[[str], str]
-
-
-def _validate(model: type[_Model], values: Mapping[str, Any], place: _Place) -> _Model:
-    problems = _problems_of(model, values, place)
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(problems[0] + more)
-    return model.model_validate(values)
-
-
-def _problems_of(model: type[BaseModel], values: Mapping[str, Any], place: _Place) -> list[str]:
+def _problems_of(values: Mapping[str, Any], place: Callable[[str], str]) -> list[str]:
+    """Return one sentence for each value that cannot be used. `place` turns a field's name into its place."""
     try:
-        model.model_validate(values)
+        DaemonSettings.model_validate(values)
     except ValidationError as error:
-        return [_one_line(model, entry, place) for entry in error.errors(include_url=False)]
+        return [_one_line(entry, place) for entry in error.errors(include_url=False)]
     return []
 
 
-def _one_line(model: type[BaseModel], error: ErrorDetails, place: _Place) -> str:
+def _one_line(error: ErrorDetails, place: Callable[[str], str]) -> str:
     field = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
         shown = "" if repr(error["input"]) in message else f", got {error['input']!r}"
         return f"{place(field)}: {message}{shown}"
-    near = difflib.get_close_matches(field, model.model_fields, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(model.model_fields)}"
+    known = DaemonSettings.model_fields
+    near = difflib.get_close_matches(field, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
     return f"{place(field)}: unknown key; {hint}"

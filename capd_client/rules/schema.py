@@ -1,7 +1,7 @@
 """The schema of `[[rule]]`: which tensors of which modules are captured, when, and how much is kept. No torch.
 
-capd.toml, the file that CAPD_SELECT names, and `watch(select=...)` share it. `capd` checks the types with pydantic
-(`capd.job_settings`), the training job with msgspec. Both repeat the types; only `check` knows the allowed values.
+capd.toml, the file that CAPD_SELECT names, and `watch(select=...)` share it. The types check the shape of a rule, and
+`check` knows the allowed values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Optional, Union
 
 import msgspec
 from msgspec import Meta
@@ -60,7 +60,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensors: Optional[_Texts] = None
     operations: Optional[_Texts] = None
     slices: Union[str, dict[str, str], None] = None
-    store: Optional[Literal["full", "stats", "both"]] = None
+    store: Optional[str] = None
     steps: Optional[RangeText] = None
     micro_batches: Optional[RangeText] = None
     ranks: Optional[RangeText] = None
@@ -82,6 +82,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_names("components", _listed("components", self.components))
         _check_known("operations", _listed("operations", self.operations), OPERATIONS)
         _check_known("tensors", _listed("tensors", self.tensors), TENSORS)
+        _check_known("store", texts(self.store), STORES)
         self._check_operations()
         self._check_slices()
 

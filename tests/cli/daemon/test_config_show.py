@@ -75,7 +75,7 @@ def test_check_names_everything_that_cannot_be_used(capd: Capd, tmp_path: Path) 
     assert [line.removeprefix("capd.toml: ").partition("; choose")[0] for line in found.json] == [
         "unknown setting tensor in rule '1'; did you mean tensors?",
         "rule '2': '(' is not a regular expression: missing ), unterminated subpattern at position 0",
-        "rule '2': store: Input should be 'full', 'stats' or 'both'",
+        "rule '2': store: 'none' is unknown; known: full, stats, both",
         "[daemon] codec: unknown codec 'zip'",
         "[daemon] threds: unknown key; did you mean 'threads'?",
         "CAPD_SLICES is not a setting and has no effect; did you mean CAPD_SLICE?",
