@@ -1,20 +1,17 @@
-"""The options that several verbs share: options that `run` and `plan` hand to a job, and the store."""
+"""The declaration of options, alone and in groups, and the options that verbs of all kinds share."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = [
-    "Command", "Config", "ControlIter", "Json", "LabelOnly", "MicroBatches", "Mode", "Policy", "QuantType",
-    "QuantTypes", "Require", "RunMode", "SliceOfRows", "StableFor", "Steps", "StoreRoot", "Timeout", "Until",
-    "Variables", "Yes", "flag", "option",
-]  # fmt: skip
-
-# The heading of the collections' options in docs/cli.md.
-_COLLECTIONS = "Collections"
+__all__ = ["Command", "Config", "Json", "StoreRoot", "flag", "grouped", "option"]
 
 
 def option(name: str, value: str, text: str, *names: str, **more: Any) -> Any:
@@ -47,106 +44,44 @@ Config = Annotated[
     Path | None,
     option("--config", "FILE", "Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."),
 ]
-Policy = Annotated[
-    str | None,
-    option("--policy", "POLICY", "If there is no room: drop, block, thin or stats [default: block]."),
-]
-Mode = Annotated[
-    str | None, option("--mode", "MODE", "What to keep: tensor, stats or sample:1/N [default: tensor].")
-]
-Steps = Annotated[
-    str | None,
-    option("--steps", "RANGE", 'Training steps to capture: "0-2,100-:100" or "all" [default: the first].'),
-]
-SliceOfRows = Annotated[
-    str | None,
-    option("--slice", "SLICE", "Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
-]
-QuantType = Annotated[str | None, option("--quant-type", "WORD", "Label of the captures, such as mxfp8.")]
 
-# The following options belong to `capd run` only.
-RunMode = Annotated[
-    str | None,
-    option(
-        "--mode",
-        "MODE",
-        "What to keep: tensor, stats or sample:1/N [default: tensor]. Or a collection: single, batch or quick.",
-    ),
-]
-QuantTypes = Annotated[
-    str | None,
-    option(
-        "--quant-type",
-        "TYPE",
-        "Number format in which the job's models compute, such as mxfp8, and label of the captures. Another word "
-        "is only a label. A collection takes several: T,T,… [default: mxfp8, or four types in batch].",
-    ),
-]
-LabelOnly = Annotated[bool, flag("--label-only", "Emulate nothing: --quant-type is only a label.")]
-ControlIter = Annotated[
-    int | None,
-    option(
-        "--control-iter",
-        "N",
-        "Micro-batches to keep of each type; 0: all, within a byte budget [default: 1].",
-        "--control-micro-batches",
-        min=0,
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-MicroBatches = Annotated[
-    int | None,
-    option(
-        "--collect-micro-batches",
-        "M",
-        "Micro-batches of one iteration, at most [default: 1].",
-        min=1,
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-Until = Annotated[
-    str | None,
-    option(
-        "--until",
-        "complete|stable",
-        "End a job when every rank has its micro-batches, or also when no more arrive [default: complete].",
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-StableFor = Annotated[
-    str | None,
-    option(
-        "--stable-for",
-        "TIME",
-        "How long to wait for more, or for ranks without captures: 90, 60s, 15m, 1.5h [default: 60s].",
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-Timeout = Annotated[
-    str | None,
-    option(
-        "--timeout",
-        "TIME",
-        "End a type's job then, and do not count it as collected; 0: never [default: 15m].",
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-Variables = Annotated[
-    list[str] | None,
-    option(
-        "--env", "K=V", "A variable of the job. May be given several times.", rich_help_panel=_COLLECTIONS
-    ),
-]
-Require = Annotated[
-    list[str] | None,
-    option(
-        "--require",
-        "PATH",
-        "Data that must exist before anything starts: a file, a directory, or a prefix with .bin and .idx. May be "
-        "given several times.",
-        rich_help_panel=_COLLECTIONS,
-    ),
-]
-Yes = Annotated[
-    bool, flag("--yes", "Allow --control-iter 0 without a byte budget.", rich_help_panel=_COLLECTIONS)
-]
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of its groups, and hand it the groups with these values.
+
+    A group is a parameter whose type is a dataclass. The type of each field declares an option, or is a group itself.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters = signature.parameters.values()
+    options = [one for parameter in parameters for one in _options_of(parameter)]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        command(**{parameter.name: _value(parameter, given) for parameter in parameters})
+
+    # typer reads the options from the signature and the annotations.
+    with_options.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in options}
+    return with_options
+
+
+def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    if not is_dataclass(parameter.annotation):
+        return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    return [one for field in _fields(parameter.annotation) for one in _options_of(field)]
+
+
+def _value(parameter: inspect.Parameter, given: Mapping[str, Any]) -> Any:
+    if not is_dataclass(parameter.annotation):
+        return given[parameter.name]
+    group: Any = parameter.annotation
+    return group(**{field.name: _value(field, given) for field in _fields(group)})
+
+
+def _fields(group: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(field.name, kind, default=field.default, annotation=types[field.name])
+        for field in fields(group)
+    ]

@@ -2,77 +2,112 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from capd.cli.options import flag, option
 from capd.cli.output import note
 from capd.cli.progress import progress_bar
-from capd.cli.selection import Tests
-from capd.cli.stores import is_run, resolve_run
-from capd.errors import ConfigError, NothingMatched
+from capd.cli.selection import KeyOptions
+from capd.cli.stores import RunOption, is_run, resolve_run
+from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 
 if TYPE_CHECKING:
     from capd.io.items import Items
     from capd.report.gather import GatheredRecords
 
-__all__ = [
-    "AllRuns",
-    "LayerBase",
-    "Sources",
-    "Workers",
-    "found_in",
-    "gather_shown",
-    "holds_files",
-    "threads_of",
-]  # fmt: skip
+__all__ = ["LayerBase", "SourceOptions", "Sources", "found_in", "holds_files"]
 
-AllRuns = Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")]
 LayerBase = Annotated[
     int,
     option(
         "--layer-base", "0|1", "Number of the first layer in .pt files that capd did not write.", min=0, max=1
     ),
 ]
-Workers = Annotated[
-    int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
-]
 
 
-class Sources(NamedTuple):
-    """The records to read. `sources` are their runs or directory; `files` says whether they are tensor files."""
+@dataclass(frozen=True)
+class SourceOptions:
+    """The options that choose the records of whole runs or of tensor files."""
 
-    sources: list[str]
+    run: RunOption = None
+    all_runs: Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")] = (
+        False
+    )
+    layer_base: LayerBase = 0
+    keys: KeyOptions = field(default_factory=KeyOptions)
+    workers: Annotated[
+        int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
+    ] = None
+
+    @property
+    def threads(self) -> int:
+        """The number of threads: `workers`, or one for each CPU."""
+        from capd.server.limits import usable_cpus
+
+        return self.workers or max(1, round(usable_cpus()))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records to read. `names` are their runs or directory; `files` says whether they are tensor files."""
+
+    names: list[str]
     items: Items
     files: bool
+    threads: int
+
+    def gather(self, gathered: GatheredRecords, **asked: Any) -> None:
+        """Gather all records with a progress bar, and name skipped ones. `asked`: further arguments of `gather`.
+
+        Raises:
+            NothingMatched: If no tensor file matches the selection.
+            DamagedRecord: If no record of a run could be read.
+            CapdError: If no tensor file could be read.
+        """
+        from capd.report.gather import Skipped, gather
+
+        with progress_bar(self.items.total, "records") as progress:
+            for seen in gather(self.items.found, gathered, threads=self.threads, **asked):
+                if isinstance(seen, Skipped):
+                    progress.say(f"skipped {seen.name}: {seen.reason}")
+                progress.add(0 if isinstance(seen, Skipped) else seen)
+        if not gathered.groups.whole().records:
+            if not gathered.skipped:
+                raise NothingMatched(f"no tensor file in {self.names[0]} matches the selection")
+            kind = CapdError if self.files else DamagedRecord
+            raise kind(f"none of {self.items.total:,} records could be read")
+
+    def exit_code(self, gathered: GatheredRecords) -> int:
+        """Return 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
+        return (1 if self.files else 4) if gathered.skipped else 0
 
 
-def found_in(place: Path, run: str | None, all_runs: bool, tests: Tests, layer_base: int) -> Sources:
+def found_in(place: Path, options: SourceOptions) -> Sources:
     """Find the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
     Args:
         place: A run, a directory of runs, or a directory of tensor files.
-        run: The name of the run to read, None for the newest.
-        all_runs: Whether to read all runs together.
-        tests: Tests that a series must pass.
-        layer_base: The number of the first layer in files that capd did not write.
+        options: The choice of runs, and the tests that a series must pass.
 
     Raises:
         NothingMatched: If no series passes the tests. Tensor files are tested only when they are loaded.
     """
     from capd.io.items import items_of_files, items_of_runs
 
+    tests = options.keys.tests()
     if holds_files(place):
-        items = items_of_files(place, tests, layer_base)
+        items = items_of_files(place, tests, options.layer_base)
         if items.total:
-            return Sources([str(place)], items, files=True)
-    paths = _runs(place, run, all_runs)
+            return Sources([str(place)], items, True, options.threads)
+    paths = _runs(place, options.run, options.all_runs)
     items = items_of_runs(paths, tests)
-    sources = [str(path) for path in paths]
+    names = [str(path) for path in paths]
     if not items.total:
         why = " matches the selection" if tests else " yet"
-        raise NothingMatched(f"no series in {', '.join(sources)}{why}")
-    return Sources(sources, items, files=False)
+        raise NothingMatched(f"no series in {', '.join(names)}{why}")
+    return Sources(names, items, False, options.threads)
 
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
@@ -90,21 +125,3 @@ def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
 def holds_files(place: Path) -> bool:
     """Return whether `place` can only be a directory of tensor files: it is not a run and contains none."""
     return place.is_dir() and not is_run(place) and not any(place.glob("*.zarr/zarr.json"))
-
-
-def threads_of(workers: int | None) -> int:
-    """Return the number of threads: `workers`, or one for each CPU."""
-    from capd.server.limits import usable_cpus
-
-    return workers or max(1, round(usable_cpus()))
-
-
-def gather_shown(items: Items, gathered: GatheredRecords, workers: int | None, **asked: Any) -> None:
-    """Gather all items with a progress bar, and name skipped ones. `asked`: further arguments of `gather`."""
-    from capd.report.gather import Skipped, gather
-
-    with progress_bar(items.total, "records") as progress:
-        for seen in gather(items.found, gathered, threads=threads_of(workers), **asked):
-            if isinstance(seen, Skipped):
-                progress.say(f"skipped {seen.name}: {seen.reason}")
-            progress.add(0 if isinstance(seen, Skipped) else seen)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.compare.request import CompareRequest
-from capd.cli.options import Json, flag, option
-from capd.cli.selection import Tests, selects_keys
-from capd.cli.sources import AllRuns, LayerBase, Workers
-from capd.cli.stores import RunOption, StoreArgument
+from capd.cli.options import flag, grouped, option
 
 __all__ = ["compare"]
 
 
-@selects_keys
+@grouped
 def compare(
-    store: StoreArgument = None,
-    other: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="OTHER", help="A second run to compare with, record by record.", show_default=False
-        ),
-    ] = None,
+    *,
+    request: CompareRequest,
     formats: Annotated[
         str | None,
         option(
@@ -33,10 +24,6 @@ def compare(
             "LIST",
             f"Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 [default: {DEFAULT_FORMATS}].",
         ),
-    ] = None,
-    by: Annotated[
-        str | None,
-        option("--by", "FIELDS", "Group by these, as layer,phase,tensor_name [default: tensor_name]."),
     ] = None,
     axis: Annotated[
         str | None,
@@ -75,13 +62,6 @@ def compare(
             min=0.0,
         ),
     ] = 0.0,
-    run: RunOption = None,
-    all_runs: AllRuns = False,
-    layer_base: LayerBase = 0,
-    tests: Tests = (),
-    workers: Workers = None,
-    as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Compare number formats on captured tensors, or two captures with each other.
 
@@ -127,17 +107,18 @@ def compare(
       4  damaged records were skipped, the rest was compared
       5  nothing matches, no record is of high precision, or no pair was found
     """
-    request = CompareRequest(
-        store=store, other=other, run=run, all_runs=all_runs, layer_base=layer_base, tests=tests, workers=workers,
-        by=by, as_csv=as_csv, as_json=as_json,
-    )  # fmt: skip
     only_pairs = {"--ignore": ignore, "--records": records, "--first-divergence": first_divergence,
                   "--tolerance": tolerance}  # fmt: skip
     only_formats = {"--axis": axis, "--per-block": per_block}
-    if other is not None or between is not None:
+    if request.other is not None or between is not None:
         request.refuse(
             "two captures",
-            {"--formats": formats, "--sweep-scale": sweep_scale, "--all-runs": all_runs, **only_formats},
+            {
+                "--formats": formats,
+                "--sweep-scale": sweep_scale,
+                "--all-runs": request.source.all_runs,
+                **only_formats,
+            },
         )
         from capd.cli.compare.pairs import compare_pairs
 

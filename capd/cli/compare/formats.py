@@ -35,10 +35,8 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
     found, gathered = request.gather(choices=chosen, per_block=per_block)
     if not gathered.groups.whole().errors:
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
-        raise NothingMatched(
-            f"no record with a high-precision source in {', '.join(found.sources)}: {reasons}"
-        )
-    document = error_document(found.sources, gathered, chosen, fields)
+        raise NothingMatched(f"no record with a high-precision source in {', '.join(found.names)}: {reasons}")
+    document = error_document(found.names, gathered, chosen, fields)
     groups = document["groups"] or [document["all"]]
     columns = (*COUNTS, *METRICS)
     header = (*fields, "format", "best", *columns)
@@ -57,7 +55,7 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         if per_block:
             _print_blocks(fields, groups)
     _say_unmeasured(gathered)
-    return (1 if found.files else 4) if gathered.skipped else 0
+    return found.exit_code(gathered)
 
 
 def one_thread_each() -> None:

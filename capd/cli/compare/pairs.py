@@ -10,7 +10,7 @@ from capd.cli.compare.pairs_output import print_differences, say_left_out
 from capd.cli.compare.request import CompareRequest, fields_of
 from capd.cli.output import human_count, note
 from capd.cli.progress import progress_bar
-from capd.cli.sources import holds_files, threads_of
+from capd.cli.sources import holds_files
 from capd.cli.stores import resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd_client.protocol.key import Key
@@ -58,7 +58,7 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
     from capd.report.differences import compare_each
     from capd.server.heap import settled_heap
 
-    threads = threads_of(request.workers)
+    threads = request.source.threads
     with settled_heap(), progress_bar(len(pairing.pairs), "pairs") as progress:
         for seen in compare_each(pairing, found, threads=threads, until_first=until_first):
             if not isinstance(seen, int):
@@ -151,10 +151,10 @@ def _between(text: str) -> tuple[str, list[str]]:
 def _side(request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
     from capd.io.sides import file_side, run_side
 
-    tests = [*request.tests, *tests]
+    tests = [*request.source.keys.tests(), *tests]
     if holds_files(place) and any(place.rglob("*.pt")):
-        return file_side(place, tests, request.layer_base)
-    return run_side(resolve_run(place, request.run), tests)
+        return file_side(place, tests, request.source.layer_base)
+    return run_side(resolve_run(place, request.source.run), tests)
 
 
 def _equals(field: str, word: str) -> Callable[[Any], bool]:

@@ -7,13 +7,15 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, note, print_json, print_lines
-from capd.cli.selection import Tests
-from capd.cli.sources import Sources, found_in, gather_shown
-from capd.cli.stores import default_store
-from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd.cli.sources import SourceOptions, Sources, found_in
+from capd.cli.stores import StoreArgument, default_store
+from capd.errors import ConfigError
 from capd.strict_json import json_number, strict_json
 
 if TYPE_CHECKING:
@@ -29,20 +31,24 @@ GROUP_FIELDS = (
 _NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CompareRequest:
     """The options that every mode of `capd compare` takes."""
 
-    store: Path | None
-    other: Path | None
-    run: str | None
-    all_runs: bool
-    layer_base: int
-    tests: Tests
-    workers: int | None
-    by: str | None
-    as_csv: bool
-    as_json: bool
+    store: StoreArgument = None
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OTHER", help="A second run to compare with, record by record.", show_default=False
+        ),
+    ] = None
+    by: Annotated[
+        str | None,
+        option("--by", "FIELDS", "Group by these, as layer,phase,tensor_name [default: tensor_name]."),
+    ] = None
+    source: SourceOptions
+    as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False
+    as_json: Json = False
 
     @property
     def place(self) -> Path:
@@ -69,24 +75,17 @@ class CompareRequest:
         """Read STORE and group its records by `fields`.
 
         Raises:
-            NothingMatched: If no record matches the selection.
-            DamagedRecord: If no record of a run could be read.
-            CapdError: If no tensor file could be read.
+            CapdError: As `found_in` and `Sources.gather` do.
         """
         from capd.analyze.groups import Groups
         from capd.report.gather import GatheredRecords
         from capd.server.heap import settled_heap
 
         fields = self.fields
-        found = found_in(self.place, self.run, self.all_runs, self.tests, self.layer_base)
+        found = found_in(self.place, self.source)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         with settled_heap():
-            gather_shown(found.items, gathered, self.workers, **asked)
-        if not gathered.groups.whole().records:
-            if not gathered.skipped:
-                raise NothingMatched(f"no tensor file in {self.place} matches the selection")
-            kind = CapdError if found.files else DamagedRecord
-            raise kind(f"nothing to compare: none of {found.items.total:,} could be read")
+            found.gather(gathered, **asked)
         return found, gathered
 
     def print(self, document: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:

@@ -32,7 +32,7 @@ def compare_sweep(request: CompareRequest, elements: str | None) -> int:
         for values, tally in gathered.groups.by(*fields).items()
     ]
     if not any(group["sweeps"] for group in groups):
-        raise NothingMatched(f"no finite value other than zero in {', '.join(found.sources)}")
+        raise NothingMatched(f"no finite value other than zero in {', '.join(found.names)}")
     header = (*fields, "element", "exponent", "recommended", "score", *_METRICS, *_SHARES)
     rows = [
         [*(group[field] for field in fields), element, *(level[name] for name in header[len(fields) + 1 :])]
@@ -41,7 +41,7 @@ def compare_sweep(request: CompareRequest, elements: str | None) -> int:
         for level in sweep["levels"]
     ]
     skipped = [{"name": one.name, "reason": one.reason} for one in gathered.skipped]
-    document = {"sources": found.sources, "by": list(fields), "groups": groups, "skipped": skipped}
+    document = {"sources": found.names, "by": list(fields), "groups": groups, "skipped": skipped}
     if not request.print(document, header, rows):
         shown = ("score", *_METRICS, *_SHARES)
         lines = [
@@ -56,7 +56,7 @@ def compare_sweep(request: CompareRequest, elements: str | None) -> int:
         print_table((*fields, "element", "exponent", *shown, ""), lines, right=("exponent", *shown))
     if not all(group["exact"] for group in groups):
         note("values of more than 16 bits were rounded to bfloat16 first")
-    return (1 if found.files else 4) if gathered.skipped else 0
+    return found.exit_code(gathered)
 
 
 def _group(tally: Tally, elements: tuple[str, ...]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import typer
 
 from capd.cli.daemon.ranks_view import order_lines, status_lines
 from capd.cli.daemon_client import connect
-from capd.cli.options import flag, option
+from capd.cli.options import flag, grouped, option
 from capd.cli.output import print_json, print_lines
 from capd.errors import CapdError, ConfigError, NothingMatched
 from capd.metrics import RankControl
@@ -30,23 +31,39 @@ RunId = Annotated[str | None, option("--run-id", "NAME", "The run [default: the 
 SealedRun = Annotated[str | None, option("--run-id", "NAME", "The run [default: all runs of the daemon].")]
 Endpoint = Annotated[str | None, option("--endpoint", "unix:PATH", "The daemon [default: CAPD_ENDPOINT].")]
 Json = Annotated[bool, flag("--json", "Print the ranks as JSON.")]
-At = Annotated[
-    int | None,
-    option(
-        "--at",
-        "ITERATION",
-        "Take effect from this one [default: the next that no rank has begun].",
-        min=0,
-        max=MAX_INDEX,
-    ),
-]
 Timeout = Annotated[
     float,
     option(
         "--timeout", "SECONDS", "How long to wait for the ranks; a step may take longer.", min=0.1, max=3600
     ),
 ]
-NoWait = Annotated[bool, flag("--no-wait", "Return at once, without waiting for the ranks.")]
+
+
+@dataclass(frozen=True)
+class OrderOptions:
+    """The options of every order about what the ranks capture."""
+
+    run_id: RunId = None
+    at: Annotated[
+        int | None,
+        option(
+            "--at",
+            "ITERATION",
+            "Take effect from this one [default: the next that no rank has begun].",
+            min=0,
+            max=MAX_INDEX,
+        ),
+    ] = None
+    timeout: Timeout = 30.0
+    no_wait: Annotated[bool, flag("--no-wait", "Return at once, without waiting for the ranks.")] = False
+    endpoint: Endpoint = None
+    as_json: Json = False
+
+    def give(self, verb: Literal["start", "stop", "select"], selection: Selection | None) -> None:
+        """Give the order, and print what the ranks do with it."""
+        wait_s = 0.0 if self.no_wait else self.timeout
+        order = Control(verb, self.run_id, selection, self.at, wait_s)
+        _show(_ask(order, self.endpoint), self.as_json, order_lines)
 
 
 @app.callback()
@@ -92,36 +109,28 @@ def status(run_id: RunId = None, endpoint: Endpoint = None, as_json: Json = Fals
 
 
 @app.command(short_help="Capture again.")
+@grouped
 def start(
     steps: Annotated[
         str | None, option("--steps", "RANGE", 'Capture these steps, such as "all" or "500-".')
     ] = None,
-    run_id: RunId = None,
-    at: At = None,
-    timeout: Timeout = 30.0,
-    no_wait: NoWait = False,
-    endpoint: Endpoint = None,
-    as_json: Json = False,
+    *,
+    order: OrderOptions,
 ) -> None:
     """Capture again: the selection of the script and its configuration, or --steps of it."""
     selection = None if steps is None else _selection(steps=steps)
-    _steer(Control("start", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+    order.give("start", selection)
 
 
 @app.command(short_help="Capture nothing any more.")
-def stop(
-    run_id: RunId = None,
-    at: At = None,
-    timeout: Timeout = 30.0,
-    no_wait: NoWait = False,
-    endpoint: Endpoint = None,
-    as_json: Json = False,
-) -> None:
+@grouped
+def stop(order: OrderOptions) -> None:
     """Capture nothing from now on. Each capture() of the script is counted as a drop (stopped)."""
-    _steer(Control("stop", run_id, None, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+    order.give("stop", None)
 
 
 @app.command(short_help="Capture other steps, modules or tensors.")
+@grouped
 def select(
     steps: Annotated[str | None, option("--steps", "RANGE", 'Steps, such as "all" or "100-:100".')] = None,
     micro_batches: Annotated[str | None, option("--micro-batches", "RANGE", "Micro-batches.")] = None,
@@ -140,12 +149,8 @@ def select(
         ),
     ] = None,
     reset: Annotated[bool, flag("--reset", "Return to the selection of the script.")] = False,
-    run_id: RunId = None,
-    at: At = None,
-    timeout: Timeout = 30.0,
-    no_wait: NoWait = False,
-    endpoint: Endpoint = None,
-    as_json: Json = False,
+    *,
+    order: OrderOptions,
 ) -> None:
     """Capture this selection instead of the one of every watch() of the job.
 
@@ -158,7 +163,7 @@ def select(
     if reset == given:
         raise ConfigError("say what to select (--steps, --modules, …; see --help), or --reset")
     selection = None if reset else _selection(steps, micro_batches, ranks, modules, tensors)
-    _steer(Control("select", run_id, selection, at, _wait_s(timeout, no_wait)), endpoint, as_json)
+    order.give("select", selection)
 
 
 @app.command(short_help="Wait until all captures so far are in the store.")
@@ -191,14 +196,6 @@ def _selection(
     )
     selection.check()
     return selection
-
-
-def _wait_s(timeout: float, no_wait: bool) -> float:
-    return 0.0 if no_wait else timeout
-
-
-def _steer(order: Control, endpoint: str | None, as_json: bool) -> None:
-    _show(_ask(order, endpoint), as_json, order_lines)
 
 
 def _ask(message: Control, endpoint: str | None) -> ControlReply:

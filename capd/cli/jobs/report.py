@@ -27,8 +27,7 @@ def check_report(directory: Path | None, *, endpoint: str, nodes: int) -> None:
     """
     if directory is None:
         return
-    from capd.cli.report.page import must_name_directory
-    from capd.cli.report.report import JSON_NAME, TEXT_NAME
+    from capd.cli.report.report import JSON_NAME, TEXT_NAME, must_name_directory
     from capd.report.directory import ReportDirectory
     from capd.report.figures.style import must_have_matplotlib
 
@@ -83,12 +82,11 @@ def _draw(path: Path, directory: Path) -> bool:
     """Write the report and print a note. Return whether the report is whole."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.cli.report.report import write_report
-    from capd.cli.sources import found_in
+    from capd.cli.sources import SourceOptions, found_in
 
     if not path.is_dir():
         raise CapdError(f"nothing was captured into {path}")
-    found = found_in(path, None, all_runs=False, tests=(), layer_base=0)
-    written = write_report(found, path, directory, choices=DEFAULT_CHOICES)
+    written = write_report(found_in(path, SourceOptions()), directory, choices=DEFAULT_CHOICES)
     files = human_count(len(written.directory.written), "file")
     note(f"{directory}: {contents(written.gathered)}; {files}")
     if written.problem is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from capd.cli.options import Config, StoreRoot, flag, option
 from capd.cli.output import note
 
 if TYPE_CHECKING:
@@ -13,9 +15,52 @@ if TYPE_CHECKING:
     from capd.config import Resolved
     from capd_client.config.settings import ClientConfig
 
-__all__ = ["ResolvedJob", "checked_flags", "checked_settings", "job_environment", "resolved_job"]
+__all__ = [
+    "JobOptions",
+    "ResolvedJob",
+    "checked_flags",
+    "checked_settings",
+    "job_environment",
+    "resolved_job",
+]
 
 _BLOCK_MS = "30000"
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The options with which `capd run` and `capd plan` set up a job."""
+
+    store: StoreRoot = None
+    config: Config = None
+    policy: Annotated[
+        str | None,
+        option("--policy", "POLICY", "If there is no room: drop, block, thin or stats [default: block]."),
+    ] = None
+    mode: Annotated[
+        str | None, option("--mode", "MODE", "What to keep: tensor, stats or sample:1/N [default: tensor].")
+    ] = None
+    steps: Annotated[
+        str | None,
+        option(
+            "--steps", "RANGE", 'Training steps to capture: "0-2,100-:100" or "all" [default: the first].'
+        ),
+    ] = None
+    slice: Annotated[
+        str | None,
+        option("--slice", "SLICE", "Rows of activations: first:64, stride:8, tokens:0-127 [default: all]."),
+    ] = None
+    quant_type: Annotated[
+        str | None, option("--quant-type", "WORD", "Label of the captures, such as mxfp8.")
+    ] = None
+    no_watch: Annotated[
+        bool, flag("--no-watch", "Take only what the job itself asks for with capd_client.")
+    ] = False
+
+    def flags(self) -> dict[str, str]:
+        """Return the job's settings among the options, as `checked_flags` does."""
+        given = {name: getattr(self, name) for name in ("policy", "mode", "steps", "slice", "quant_type")}
+        return checked_flags({**given, "watch": "off" if self.no_watch else None})
 
 
 class ResolvedJob(NamedTuple):
@@ -61,7 +106,7 @@ def resolved_job(
     return ResolvedJob(resolved, file, flags, job)
 
 
-def checked_flags(flags: Mapping[str, str | None], *, no_watch: bool = False) -> dict[str, str]:
+def checked_flags(flags: Mapping[str, str | None]) -> dict[str, str]:
     """Return the job's settings that were given as flags, as variables of the job.
 
     Raises:
@@ -71,8 +116,6 @@ def checked_flags(flags: Mapping[str, str | None], *, no_watch: bool = False) ->
     from capd_client.config.settings import check_setting
 
     given = {name: value for name, value in flags.items() if value is not None}
-    if no_watch:
-        given["watch"] = "off"
     for name, value in given.items():
         try:
             check_setting(name, value)

@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.output import human_count, note
-from capd.cli.sources import Sources, gather_shown
-from capd.errors import CapdError, DamagedRecord, NothingMatched
+from capd.cli.sources import Sources
 
 if TYPE_CHECKING:
+    from capd.analyze.format_choice import FormatChoice
     from capd.report.gather import GatheredRecords
 
-__all__ = ["contents", "contents_json", "gathered_of", "skipped_code"]
+__all__ = ["choices_of", "contents", "contents_json", "gathered_of"]
 
 
-def gathered_of(
-    found: Sources, place: Path, workers: int | None, *, series: bool = False, **asked: Any
-) -> GatheredRecords:
+def choices_of(formats: str) -> tuple[FormatChoice, ...]:
+    """Return the formats that `--formats` names, none for "none". Raises ConfigError for an unknown format."""
+    from capd.analyze.format_choice import choices
+
+    return () if formats.strip() == "none" else choices(formats)
+
+
+def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> GatheredRecords:
     """Read all records. Records that cannot be read or measured are named on stderr and counted.
 
     Args:
         found: The records.
-        place: The name of the records in messages.
-        workers: The number of threads, None for one for each CPU.
         series: Whether to keep the sums of each series, too.
         asked: Further arguments of `capd.report.gather.gather`.
 
     Raises:
-        NothingMatched: If there is no record.
-        DamagedRecord: If no record of a run could be read.
-        CapdError: If no file could be read.
+        CapdError: As `Sources.gather` does.
     """
     from capd.report.gather import GatheredRecords
     from capd.report.series import SeriesSummaries
 
     gathered = GatheredRecords(series=SeriesSummaries() if series else None)
-    gather_shown(found.items, gathered, workers, **asked)
+    found.gather(gathered, **asked)
     if gathered.without_statistics:
         note(
             f"{gathered.without_statistics:,} records have no stored statistics: --quick leaves their values out"
         )
-    unmeasured: dict[str, int] = {}
+    unmeasured: Counter[str] = Counter()
     for (_, reason), count in gathered.unmeasured.items():
-        unmeasured[reason] = unmeasured.get(reason, 0) + count
+        unmeasured[reason] += count
     for reason, count in unmeasured.items():
         note(f"{count:,} records have no format error: {reason}")
-    if not gathered.groups.whole().records:
-        if not gathered.skipped:
-            raise NothingMatched(f"no tensor file in {place} matches the selection")
-        kind = CapdError if found.files else DamagedRecord
-        raise kind(f"nothing to report: none of {found.items.total:,} could be read")
     return gathered
-
-
-def skipped_code(found: Sources, gathered: GatheredRecords) -> int:
-    """Return the exit code: 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
-    return (1 if found.files else 4) if gathered.skipped else 0
 
 
 def contents(gathered: GatheredRecords) -> str:

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capd.cli.options import Json, flag, option
+from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import print_json, print_lines
-from capd.cli.report.format_option import choices_of
-from capd.cli.report.gathered import contents, contents_json, gathered_of, skipped_code
-from capd.cli.selection import Tests, selects_keys
-from capd.cli.sources import AllRuns, LayerBase, Workers, found_in
-from capd.cli.stores import RunOption
+from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
+from capd.cli.sources import SourceOptions, found_in
 from capd.errors import CapdError, ConfigError, NothingMatched
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
 _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
 
 
-@selects_keys
+@grouped
 def plot(
     store: Annotated[
         Path,
@@ -71,11 +68,8 @@ def plot(
     ] = None,
     log: Annotated[bool, flag("--log", "Logarithmic axes of values, or colours of heatmap.")] = False,
     force: Annotated[bool, flag("--force", "Replace FILE.")] = False,
-    run: RunOption = None,
-    all_runs: AllRuns = False,
-    layer_base: LayerBase = 0,
-    tests: Tests = (),
-    workers: Workers = None,
+    *,
+    source: SourceOptions,
     as_json: Json = False,
 ) -> None:
     """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
@@ -113,16 +107,16 @@ def plot(
     chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
     if not force:
         _refuse_existing([out])
-    found = found_in(store, run, all_runs, tests, layer_base)
+    found = found_in(store, source)
     quick = chosen.reads == "statistics" and not (wanted.choices and chosen.metric)
     measured = wanted.choices if chosen.metric or chosen.reads == "errors" else ()
-    gathered = gathered_of(found, store, workers, quick=quick, choices=measured, channels=chosen.channels)
+    gathered = gathered_of(found, quick=quick, choices=measured, channels=chosen.channels)
     pages = list(chosen.pages(gathered.groups, wanted))
     if not pages:
         raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
     written = _write(pages, out, look, force=force)
     _print_written(kind, written, gathered, as_json)
-    raise typer.Exit(skipped_code(found, gathered))
+    raise typer.Exit(found.exit_code(gathered))
 
 
 def _checked(

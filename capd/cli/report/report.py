@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
-from capd.cli.options import Json, flag, option
+from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
 from capd.cli.progress import progress_bar
-from capd.cli.report.format_option import Formats, choices_of
-from capd.cli.report.gathered import contents, contents_json, gathered_of, skipped_code
-from capd.cli.report.page import is_page, must_name_directory, page_of, write_page
-from capd.cli.selection import Tests, selects_keys
-from capd.cli.sources import AllRuns, LayerBase, Sources, Workers, found_in
-from capd.cli.stores import RunOption, StoreArgument, default_store
+from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
+from capd.cli.sources import SourceOptions, Sources, found_in
+from capd.cli.stores import StoreArgument, default_store
 from capd.errors import CapdError, ConfigError
 
 if TYPE_CHECKING:
@@ -26,25 +23,31 @@ if TYPE_CHECKING:
     from capd.report.directory import ReportDirectory
     from capd.report.gather import GatheredRecords
 
-__all__ = ["WrittenReport", "report", "write_report"]
+__all__ = ["WrittenReport", "must_name_directory", "report", "write_report"]
 
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
 PAGE_NAME = "report.html"
+_PAGES = (".html", ".htm")
+_FILES = (*_PAGES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 
 
-@selects_keys
+@grouped
 def report(
     store: StoreArgument = None,
     out: Annotated[
         Path,
         option("--out", "FILE.html|DIR", "One page, or a directory for all files.", "-o", show_default=False),
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
-    run: RunOption = None,
-    all_runs: AllRuns = False,
-    layer_base: LayerBase = 0,
-    tests: Tests = (),
-    workers: Workers = None,
-    formats: Formats = DEFAULT_FORMATS,
+    *,
+    source: SourceOptions,
+    formats: Annotated[
+        str,
+        option(
+            "--formats",
+            "LIST",
+            "Number formats to measure, as mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; or none.",
+        ),
+    ] = DEFAULT_FORMATS,
     force: Annotated[bool, flag("--force", "Replace FILE.html, even if no report wrote it.")] = False,
     quick: Annotated[bool, flag("--quick", "Use only stored statistics; read no tensor of a run.")] = False,
     as_json: Json = False,
@@ -82,25 +85,66 @@ def report(
       7  another report writes to DIR
     """
     wanted = () if quick else choices_of(formats)
-    place = default_store() if store is None else store
-    one_page = is_page(out)
+    one_page = out.suffix.lower() in _PAGES and not out.is_dir()
     if not one_page:
         must_name_directory(out)
-    found = found_in(place, run, all_runs, tests, layer_base)
+    found = found_in(default_store() if store is None else store, source)
     if one_page:
-        gathered = write_page(found, place, out, workers=workers, quick=quick, choices=wanted, force=force)
+        gathered = _write_page(found, out, quick=quick, choices=wanted, force=force)
         _print_written({"file": os.fspath(out)}, [out.name], gathered, as_json)
-        raise typer.Exit(skipped_code(found, gathered))
+        raise typer.Exit(found.exit_code(gathered))
     if force:
         raise ConfigError(
             "--force is for one page, as in -o report.html; in a directory only files of a report are replaced"
         )
-    written = write_report(found, place, out, workers=workers, quick=quick, choices=wanted)
-    told = {"directory": os.fspath(written.directory.path)}
-    _print_written(told, written.directory.written, written.gathered, as_json)
+    written = write_report(found, out, quick=quick, choices=wanted)
+    where = {"directory": os.fspath(written.directory.path)}
+    _print_written(where, written.directory.written, written.gathered, as_json)
     if written.problem is not None:
         raise ConfigError(f"no figures were drawn, the other files are written: {written.problem}")
-    raise typer.Exit(skipped_code(found, written.gathered))
+    raise typer.Exit(found.exit_code(written.gathered))
+
+
+def must_name_directory(out: Path) -> None:
+    """Raise ConfigError if `out` is a file, or has a file's name, such as x.pdf."""
+    if out.is_dir() or not (out.exists() or out.suffix.lower() in _FILES):
+        return
+    raise ConfigError(
+        f"{out} is not a directory: a report is a directory, or with `capd report -o FILE.html` one page; "
+        "`capd plot` draws single figures"
+    )
+
+
+class _Content(NamedTuple):
+    """The content of a report: the sums over the records, the document, and the bytes of the page."""
+
+    gathered: GatheredRecords
+    plain: dict[str, Any]
+    page: bytes
+
+
+def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) -> _Content:
+    from capd.report.document import document
+    from capd.report.page.data import page_data
+    from capd.report.page.html import page_html
+
+    gathered = gathered_of(found, quick=quick, choices=choices, channels=not quick, series=True)
+    plain = document(found.names, gathered, quick=quick)
+    return _Content(
+        gathered, plain, page_html(page_data(plain, gathered, files=found.files, choices=choices))
+    )
+
+
+def _write_page(
+    found: Sources, out: Path, *, quick: bool, choices: Sequence[FormatChoice], force: bool
+) -> GatheredRecords:
+    from capd.report.page.file import refuse_foreign_file, write_page_file
+
+    # Reading can take long, so the file is checked first.
+    refuse_foreign_file(out, force=force)
+    content = _content(found, quick=quick, choices=choices)
+    write_page_file(out, content.page, force=force)
+    return content.gathered
 
 
 class WrittenReport(NamedTuple):
@@ -112,41 +156,24 @@ class WrittenReport(NamedTuple):
 
 
 def write_report(
-    found: Sources,
-    place: Path,
-    out: Path,
-    *,
-    workers: int | None = None,
-    quick: bool = False,
-    choices: Sequence[FormatChoice] = (),
+    found: Sources, out: Path, *, quick: bool = False, choices: Sequence[FormatChoice] = ()
 ) -> WrittenReport:
-    """Write the statistics, the page and the figures into a directory.
-
-    Args:
-        found: The records.
-        place: The name of the records in messages.
-        out: The directory.
-        workers: The number of threads, None for one for each CPU.
-        quick: Whether to use only stored statistics.
-        choices: The formats whose errors are measured.
+    """Write the statistics, the page and the figures into the directory `out`.
 
     Raises:
         CapdError: As `gathered_of` and `capd.report.directory.opened` do.
         OSError: If a file cannot be written.
     """
     from capd.report.directory import opened
-    from capd.report.document import document, json_text
+    from capd.report.document import json_text
     from capd.report.text import report_lines
 
     with opened(out, (JSON_NAME, TEXT_NAME, PAGE_NAME)) as directory:
-        gathered = gathered_of(
-            found, place, workers, quick=quick, choices=choices, channels=not quick, series=True
-        )
-        plain = document(found.sources, gathered, quick=quick)
+        gathered, plain, page = _content(found, quick=quick, choices=choices)
         directory.write(JSON_NAME, json_text(plain).encode())
         lines = "".join(f"{line}\n" for line in report_lines(plain))
         directory.write(TEXT_NAME, lines.encode(errors="replace"))
-        directory.write(PAGE_NAME, page_of(plain, found, gathered, choices))
+        directory.write(PAGE_NAME, page)
         return WrittenReport(directory, gathered, _draw(directory, gathered))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 from capd.cli.jobs.companion import join
 from capd.cli.jobs.emulation import choose
@@ -16,6 +17,7 @@ from capd.cli.jobs.place import Place
 from capd.cli.jobs.process_group import leaving_on_signals
 from capd.cli.jobs.report import note_undrawn, reported
 from capd.cli.jobs.settings import ResolvedJob
+from capd.cli.options import flag, option
 from capd.cli.output import note, print_json, print_lines
 from capd.cli.run.collection import Collection, TypeJob
 from capd.collect.placeholders import fill, parse_variables, shared_places
@@ -39,19 +41,78 @@ __all__ = ["CollectionOptions", "collection_request", "run_collection"]
 _EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
 
 
+# The heading of these options in docs/cli.md.
+_HEADING = {"rich_help_panel": "Collections"}
+
+
 @dataclass(frozen=True)
 class CollectionOptions:
-    """The options of `capd run` for collections only. An option that was not given is None."""
+    """The options of `capd run` for collections only."""
 
-    control_iter: int | None
-    collect_micro_batches: int | None
-    until: str | None
-    stable_for: str | None
-    timeout: str | None
-    env: Sequence[str] | None
-    require: Sequence[str] | None
-    yes: bool
-    json: bool
+    control_iter: Annotated[
+        int | None,
+        option(
+            "--control-iter",
+            "N",
+            "Micro-batches to keep of each type; 0: all, within a byte budget [default: 1].",
+            "--control-micro-batches",
+            min=0,
+            **_HEADING,
+        ),
+    ] = None
+    collect_micro_batches: Annotated[
+        int | None,
+        option(
+            "--collect-micro-batches",
+            "M",
+            "Micro-batches of one iteration, at most [default: 1].",
+            min=1,
+            **_HEADING,
+        ),
+    ] = None
+    until: Annotated[
+        str | None,
+        option(
+            "--until",
+            "complete|stable",
+            "End a job when every rank has its micro-batches, or also when no more arrive [default: complete].",
+            **_HEADING,
+        ),
+    ] = None
+    stable_for: Annotated[
+        str | None,
+        option(
+            "--stable-for",
+            "TIME",
+            "How long to wait for more, or for ranks without captures: 90, 60s, 15m, 1.5h [default: 60s].",
+            **_HEADING,
+        ),
+    ] = None
+    timeout: Annotated[
+        str | None,
+        option(
+            "--timeout",
+            "TIME",
+            "End a type's job then, and do not count it as collected; 0: never [default: 15m].",
+            **_HEADING,
+        ),
+    ] = None
+    env: Annotated[
+        list[str] | None,
+        option("--env", "K=V", "A variable of the job. May be given several times.", **_HEADING),
+    ] = None
+    require: Annotated[
+        list[str] | None,
+        option(
+            "--require",
+            "PATH",
+            "Data that must exist before anything starts: a file, a directory, or a prefix with .bin and .idx. May be "
+            "given several times.",
+            **_HEADING,
+        ),
+    ] = None
+    yes: Annotated[bool, flag("--yes", "Allow --control-iter 0 without a byte budget.", **_HEADING)] = False
+    json: Annotated[bool, flag("--json", "Print the report of a collection as JSON.")] = False
 
     @cached_property
     def variables(self) -> dict[str, str]:

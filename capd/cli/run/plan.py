@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.options import (
-    Command,
-    Config,
-    Json,
-    Mode,
-    Policy,
-    QuantType,
-    SliceOfRows,
-    Steps,
-    StoreRoot,
-    flag,
-    option,
-)
+from capd.cli.jobs.settings import JobOptions
+from capd.cli.options import Command, Json, flag, grouped, option
 from capd.cli.output import note, print_json, print_lines
 
 if TYPE_CHECKING:
@@ -33,18 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
+@grouped
 def plan(
     command: Command,
-    store: StoreRoot = None,
-    config: Config = None,
-    policy: Policy = None,
-    mode: Mode = None,
-    steps: Steps = None,
-    slice_: SliceOfRows = None,
-    quant_type: QuantType = None,
-    no_watch: Annotated[
-        bool, flag("--no-watch", "Plan only what the job itself asks for with capd_client.")
-    ] = False,
+    *,
+    options: JobOptions,
     iterations: Annotated[
         int, option("--iterations", "N", "Steps that the job trains for the plan.", min=1, max=1000)
     ] = 3,
@@ -95,16 +77,12 @@ def plan(
     """
     from capd.cli.jobs.companion import Companion
     from capd.cli.jobs.foreground import find_command
-    from capd.cli.jobs.settings import checked_flags, job_environment, resolved_job
+    from capd.cli.jobs.settings import job_environment, resolved_job
     from capd.cli.jobs.startup import Startup
     from capd_client.planning.text import plan_lines
 
     program = find_command(command[0])
-    flags = checked_flags(
-        {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
-        no_watch=no_watch,
-    )
-    settings = resolved_job({"store": store}, config, flags, os.environ)
+    settings = resolved_job({"store": options.store}, options.config, options.flags(), os.environ)
     daemon = settings.daemon.settings
     startup = Startup(settings.job.watch, replace=settings.job.replace_tensor_saver)
     # The directory is private to this user and is removed afterwards.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,64 +12,53 @@ import typer
 from capd.cli.jobs.emulation import choose
 from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
 from capd.cli.jobs.report import ReportInto, check_report, reported
-from capd.cli.jobs.settings import ResolvedJob, checked_flags, job_environment, resolved_job
+from capd.cli.jobs.settings import JobOptions, ResolvedJob, job_environment, resolved_job
 from capd.cli.jobs.startup import Startup
-from capd.cli.options import (
-    Command,
-    Config,
-    ControlIter,
-    LabelOnly,
-    MicroBatches,
-    Policy,
-    QuantTypes,
-    Require,
-    RunMode,
-    SliceOfRows,
-    StableFor,
-    Steps,
-    StoreRoot,
-    Timeout,
-    Until,
-    Variables,
-    Yes,
-    flag,
-    option,
-)
+from capd.cli.options import Command, flag, grouped, option
 from capd.cli.output import note
+from capd.cli.run.collect import CollectionOptions, collection_request, run_collection
 
 __all__ = ["run"]
 
 
+@dataclass(frozen=True)
+class _RunOptions(JobOptions):
+    mode: Annotated[
+        str | None,
+        option(
+            "--mode",
+            "MODE",
+            "What to keep: tensor, stats or sample:1/N [default: tensor]. Or a collection: single, batch or quick.",
+        ),
+    ] = None
+    quant_type: Annotated[
+        str | None,
+        option(
+            "--quant-type",
+            "TYPE",
+            "Number format in which the job's models compute, such as mxfp8, and label of the captures. Another word "
+            "is only a label. A collection takes several: T,T,… [default: mxfp8, or four types in batch].",
+        ),
+    ] = None
+
+
+@grouped
 def run(
     command: Command,
-    store: StoreRoot = None,
+    *,
     run_id: Annotated[
         str | None,
         option("--run-id", "NAME", "Name of the run; an existing run is continued [default: the time]."),
     ] = None,
-    config: Config = None,
-    policy: Policy = None,
-    mode: RunMode = None,
-    steps: Steps = None,
-    slice_: SliceOfRows = None,
-    quant_type: QuantTypes = None,
-    label_only: LabelOnly = False,
-    no_watch: Annotated[
-        bool, flag("--no-watch", "Capture only what the job itself asks for with capd_client.")
+    options: _RunOptions,
+    label_only: Annotated[
+        bool, flag("--label-only", "Emulate nothing: --quant-type is only a label.")
     ] = False,
     attach: Annotated[
         bool, flag("--attach", "Join this node's daemon (CAPD_ENDPOINT, or the default endpoint).")
     ] = False,
-    control_iter: ControlIter = None,
-    collect_micro_batches: MicroBatches = None,
-    until: Until = None,
-    stable_for: StableFor = None,
-    timeout: Timeout = None,
-    env: Variables = None,
-    require: Require = None,
-    yes: Yes = False,
+    collection: CollectionOptions,
     report: ReportInto = None,
-    as_json: Annotated[bool, flag("--json", "Print the report of a collection as JSON.")] = False,
 ) -> None:
     """Run a training job with a daemon beside it, then seal the run and print a summary on stderr.
 
@@ -107,21 +97,15 @@ def run(
       128+N     signal N ended the job
     """
     from capd.cli.jobs.foreground import find_command
-    from capd.cli.run.collect import CollectionOptions, collection_request, run_collection
 
-    options = CollectionOptions(
-        control_iter, collect_micro_batches, until, stable_for, timeout, env, require, yes, as_json
-    )
-    request = collection_request(mode, quant_type, options)
+    quant_type = options.quant_type
+    request = collection_request(options.mode, quant_type, collection)
     if request is not None:
-        mode = quant_type = None
+        options = replace(options, mode=None, quant_type=None)
     # It exits with 126 or 127 before anything is started.
     program = "" if request else find_command(command[0])
-    flags = checked_flags(
-        {"policy": policy, "mode": mode, "steps": steps, "slice": slice_, "quant_type": quant_type},
-        no_watch=no_watch,
-    )
-    asked = {**os.environ, **options.variables}
+    flags = options.flags()
+    asked = {**os.environ, **collection.variables}
     if request is not None:
         # Each type has its own emulation.
         asked.pop("CAPD_EMULATE", None)
@@ -129,18 +113,18 @@ def run(
         choice = choose(quant_type or "", asked, label_only=label_only)
         flags["CAPD_EMULATE"] = choice.recipe
         note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
-    settings = resolved_job({"store": store, "run_id": run_id}, config, flags, asked)
+    settings = resolved_job({"store": options.store, "run_id": run_id}, options.config, flags, asked)
     daemon = settings.daemon.settings
     named = daemon.run_id or shared_run_id(os.environ)
-    endpoint = endpoint_of(os.environ, attach=attach, store=store)
+    endpoint = endpoint_of(os.environ, attach=attach, store=options.store)
     if endpoint == "off":
         note("CAPD_ENDPOINT=off: the job runs without capture")
     elif named is None or request is not None:
         refuse_several_nodes(os.environ, command, collection=request is not None, label_only=label_only)
     check_report(report, endpoint=endpoint, nodes=nodes_of(os.environ, command)[0])
-    place = Place(endpoint, Path(daemon.store), named, config, report)
+    place = Place(endpoint, Path(daemon.store), named, options.config, report)
     if request is not None:
-        raise typer.Exit(run_collection(request, command, options, place, settings, label_only=label_only))
+        raise typer.Exit(run_collection(request, command, collection, place, settings, label_only=label_only))
     raise typer.Exit(_run([program, *command[1:]], place, settings))
 
 

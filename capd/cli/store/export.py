@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from capd.cli.options import Json, option
+from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import progress_bar
-from capd.cli.selection import Tests, selects_keys
+from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
@@ -22,7 +22,7 @@ __all__ = ["export"]
 FORMATS = ("pt", "npz", "safetensors", "parquet")
 
 
-@selects_keys
+@grouped
 def export(
     store: StoreArgument = None,
     to: Annotated[str, option("--to", "FORMAT", f"Format: {', '.join(FORMATS)}.")] = "pt",
@@ -42,7 +42,8 @@ def export(
     layer_base: Annotated[
         int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
     ] = 0,
-    tests: Tests = (),
+    *,
+    keys: KeyOptions,
     jobs: Annotated[
         int | None, option("--jobs", "N", "pt: threads that write [default: the CPUs].", min=1, max=256)
     ] = None,
@@ -85,7 +86,7 @@ def export(
     from capd.server.heap import settled_heap
     from capd.store.read.store import open_store
 
-    opened = open_store(resolve_run(store, run))
+    opened, tests = open_store(resolve_run(store, run)), keys.tests()
     found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:

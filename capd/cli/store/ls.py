@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from capd.cli.options import Json, option
+from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
-from capd.cli.selection import Tests, selects_keys
+from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.errors import ConfigError, NothingMatched
 
@@ -24,11 +24,12 @@ FIELDS = (
 COUNTABLE = (*FIELDS[1:12], "kept")
 
 
-@selects_keys
+@grouped
 def ls(
     store: StoreArgument = None,
     run: RunOption = None,
-    tests: Tests = (),
+    *,
+    keys: KeyOptions,
     limit: Annotated[
         int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
     ] = None,
@@ -53,7 +54,7 @@ def ls(
         raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
     from capd.store.read.store import list_series
 
-    path = resolve_run(store, run)
+    path, tests = resolve_run(store, run), keys.tests()
     found = [row for row in list_series(path) if all(test(row) for test in tests)]
     if not found:
         if as_json:
