@@ -1,12 +1,20 @@
-"""The drop reasons as summaries explain them: lost, with the setting to raise, or left out by choice."""
+"""The drops as summaries explain them: lost, with the setting to raise, or left out by choice; and the list of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import Key
 
-__all__ = ["BY_CHOICE", "REMEDIES", "describe_drops", "left_out", "lost"]
+if TYPE_CHECKING:
+    from capd.store.catalog.rows import SessionRow
+
+__all__ = ["BY_CHOICE", "REMEDIES", "describe_drops", "drops_of", "left_out", "lost"]
 
 REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room: CAPD_POLICY=block, CAPD_MAX_BLOCK_MS",
@@ -61,3 +69,38 @@ def describe_drops(dropped: Mapping[str, int], why_full: str | None = None) -> s
         for count, reason in sorted(reasons)[::-1]
     ]
     return f"{total:,} capture{'s were' if total != 1 else ' was'} dropped: " + "; ".join(parts)
+
+
+# Captures that were dropped before they had a key, or were lost with a killed rank.
+_WITHOUT_KEY = {
+    "bytes": 0, "first_iteration": None, "last_iteration": None, **dict.fromkeys(Key.__struct_fields__, ""),
+    "rank": None, "layer": None, "dtype": "",
+}  # fmt: skip
+
+
+def drops_of(sessions: Iterable[SessionRow]) -> list[dict[str, Any]]:
+    """Return the drops of each key and dtype for each reason, the most frequent first and chosen ones last.
+
+    A drop has the reason, the count, the bytes as far as they were known, the first and last iteration, the fields of
+    the key, and the dtype. Drops without a key have rank None. The counts add up to the sessions' counters.
+    """
+    found: dict[object, dict[str, Any]] = {}
+    keyless: Counter[str] = Counter()
+    for session in sessions:
+        keyless.update(session.dropped)
+        for row in session.drops:
+            keyless[row.reason] -= row.count
+            new = {"reason": row.reason, "count": 0, **_WITHOUT_KEY, "dtype": row.dtype,
+                   "first_iteration": row.first_iteration, "last_iteration": row.last_iteration}  # fmt: skip
+            drop = found.setdefault((row.key, row.dtype, row.reason), new | msgspec.structs.asdict(row.key))
+            drop["count"] += row.count
+            drop["bytes"] += row.nbytes
+            drop["first_iteration"] = min(drop["first_iteration"], row.first_iteration)
+            drop["last_iteration"] = max(drop["last_iteration"], row.last_iteration)
+    drops = list(found.values())
+    drops += [
+        {"reason": reason, "count": count, **_WITHOUT_KEY} for reason, count in keyless.items() if count > 0
+    ]
+    return sorted(
+        drops, key=lambda drop: (drop["reason"] in BY_CHOICE, -drop["count"], drop["reason"], str(drop))
+    )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["DaemonStats", "RankControl", "RunStats", "SessionStats", "Steer"]
+__all__ = ["DaemonStats", "RankControl", "RunCounters", "RunStats", "SessionStats", "Steer"]
 
 
 class _Model(BaseModel):
@@ -45,14 +45,12 @@ class SessionStats(_Model):
         return bool(self.end) and not self.end.startswith("exit code")
 
 
-class RunStats(_Model):
-    """The counters of one run on this node. Bytes and records count since this daemon opened the run.
+class RunCounters(_Model):
+    """The counters of one run.
 
     Attributes:
         statistics_records: The number of records with only statistics (mode or policy stats).
-        rate_mib_s: The raw MiB committed per second, over the last few seconds.
-        sealed: Nothing was committed since the last seal.
-        why_full: The reason of the disk_full refusals, and how full the disk is; "" without refusals.
+        clean: False if a kill cut off the last persisted second of some session's counters.
     """
 
     run_id: str
@@ -65,11 +63,22 @@ class RunStats(_Model):
     statistics_records: int
     raw_bytes: int
     stored_bytes: int
+    sessions: list[SessionStats]
+    clean: bool
+
+
+class RunStats(RunCounters):
+    """The counters of one run on this node. Bytes and records count since this daemon opened the run.
+
+    Attributes:
+        rate_mib_s: The raw MiB committed per second, over the last few seconds.
+        sealed: Nothing was committed since the last seal.
+        why_full: The reason of the disk_full refusals, and how full the disk is; "" without refusals.
+    """
+
     rate_mib_s: float
     sealed: bool
     why_full: str
-    sessions: list[SessionStats]
-    clean: bool
 
 
 class DaemonStats(_Model):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from capd_client.protocol.messages import (
     TOOL_BYTE,
     ClientMessage,
     DaemonMessage,
+    Ping,
     Reject,
     decode_daemon,
     encode,
@@ -27,7 +29,7 @@ from capd_client.protocol.messages import (
 if TYPE_CHECKING:
     from capd.metrics import DaemonStats
 
-__all__ = ["Tool", "connect"]
+__all__ = ["Tool", "connect", "wait_until_ready"]
 
 REPLY_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
@@ -112,3 +114,21 @@ def connect(path: Path) -> Iterator[Tool]:
         yield Tool(connection, path)
     finally:
         connection.close()
+
+
+def wait_until_ready(path: Path, ended: Callable[[], bool], limit_s: float) -> EndpointError | None:
+    """Wait until the daemon at `path` answers, until `ended` says that it has ended, or for `limit_s`.
+
+    Returns:
+        None if the daemon answers, otherwise the last error.
+    """
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            with connect(path) as tool:
+                tool.request(Ping())
+            return None
+        except EndpointError as error:
+            if ended() or time.monotonic() > until:
+                return error
+        time.sleep(0.02)

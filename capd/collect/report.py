@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, Tally, Value, in_order
 from capd.collect.state import CollectionState
+from capd.drops import drops_of
 from capd.store.read.store import Record, Series, Store
 from capd_client.protocol.dtypes import ITEM_NBYTES
 
@@ -65,18 +67,11 @@ def groups_of(tallies: Mapping[Value, Tally]) -> list[dict[str, Any]]:
 
 
 def _dropped(store: Store) -> list[dict[str, Any]]:
-    """Return the drops of all sessions by label and reason. Drops missing from a session's ledger have no label."""
-    found: dict[tuple[str, str], int] = {}
-    for session in store.sessions:
-        rest = dict(session.dropped)
-        for row in session.drops:
-            rest[row.reason] = rest.get(row.reason, 0) - row.count
-            where = (row.key.quant_type, row.reason)
-            found[where] = found.get(where, 0) + row.count
-        for reason, count in rest.items():
-            found["", reason] = found.get(("", reason), 0) + max(0, count)
+    """Return the drops of all sessions by label and reason. Drops without a key have no label."""
+    found: Counter[tuple[str, str]] = Counter()
+    for drop in drops_of(store.sessions):
+        found[drop["quant_type"], drop["reason"]] += drop["count"]
     return [
         {"quant_type": quant_type, "reason": reason, "count": count}
         for (quant_type, reason), count in sorted(found.items())
-        if count
     ]

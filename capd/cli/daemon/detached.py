@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
-from capd.cli.daemon_client import connect
+from capd.cli.daemon_client import wait_until_ready
 from capd.cli.output import note
 from capd.config import DaemonSettings
-from capd.errors import EndpointError, StoreError
+from capd.errors import StoreError
 from capd.server.daemon import node_name
 from capd.server.net.endpoint import endpoint_path
-from capd_client.protocol.messages import Ping
 
 __all__ = ["go_on_detached"]
 
 READY_S = 60.0
-_REST_S = 0.02
 _MAX_SAID_NBYTES = 1 << 16
 
 
@@ -45,21 +42,20 @@ def go_on_detached(settings: DaemonSettings) -> None:
         os.close(nothing)
         os.close(log)
         return
-    until = time.monotonic() + READY_S
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            os.write(2, os.pread(log, _MAX_SAID_NBYTES, known_nbytes))
-            os._exit(_code_of_ended(status))
-        try:
-            with connect(path) as tool:
-                tool.request(Ping())
-            os._exit(0)
-        except EndpointError as error:
-            if time.monotonic() > until:
-                note(f"the daemon (pid {pid}) is not ready after {READY_S:.0f} s: {error}")
-                os._exit(1)
-        time.sleep(_REST_S)
+    statuses: list[int] = []
+
+    def ended() -> bool:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        statuses.extend([status] if done else [])
+        return bool(done)
+
+    problem = wait_until_ready(path, ended, READY_S)
+    if statuses:
+        os.write(2, os.pread(log, _MAX_SAID_NBYTES, known_nbytes))
+        os._exit(_code_of_ended(statuses[0]))
+    if problem is not None:
+        note(f"the daemon (pid {pid}) is not ready after {READY_S:.0f} s: {problem}")
+    os._exit(0 if problem is None else 1)
 
 
 def _code_of_ended(status: int) -> int:

@@ -72,6 +72,6 @@ def round_trip() -> dict[str, str]:
     try:
         found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = "; ".join(done.stderr.strip().splitlines()[-2:]) or "no message"
         return {"all": f"the round trip ended with code {done.returncode}: {last}"}
     return found

@@ -6,72 +6,39 @@ problem. All parts are real: a daemon process, the arena, the socket, the store 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capd.cli.daemon_client import connect
-from capd.errors import CapdError, EndpointError
+import typer
+
+from capd.cli.jobs.companion import start
+from capd.errors import CapdError
 from capd_client.protocol.dtypes import ITEM_NBYTES
-from capd_client.protocol.messages import Ping
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["main"]
 
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 30.0
 ELEMENTS = 1024
 RUN_ID = "doctor"
 
 
 def main() -> None:
     """Run the round trip and print the results."""
+    # The few records must fit on a full disk, too.
+    os.environ["CAPD_KEEP_FREE"] = "0"
     with tempfile.TemporaryDirectory(prefix="capd-doctor-") as directory:
-        place = Path(directory)
-        endpoint = f"unix:{place / 'capd.sock'}"
-        with _daemon(place, endpoint):
-            sent, problems = _capture(endpoint)
-        print(json.dumps({**problems, **_compare(place / "store" / f"{RUN_ID}.zarr", sent)}))
-
-
-@contextlib.contextmanager
-def _daemon(place: Path, endpoint: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "capd", "serve", "--store", str(place / "store"), "--endpoint", endpoint]
-    with (place / "daemon.log").open("wb") as log:
-        daemon = subprocess.Popen([*command, "--keep-free", "0"], stderr=log, stdout=log)
-    try:
-        _wait_for(daemon, place)
-        yield
-    finally:
-        daemon.send_signal(signal.SIGTERM)
+        store = Path(directory) / "store"
         try:
-            daemon.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
-
-
-def _wait_for(daemon: subprocess.Popen[bytes], place: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(EndpointError), connect(place / "capd.sock") as tool:
-            tool.request(Ping())
-            return
-        if daemon.poll() is not None or time.monotonic() > deadline:
-            last = (place / "daemon.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise EndpointError(f"the temporary daemon did not start: {' '.join(last) or 'no message'}")
-        threading.Event().wait(0.02)
+            with start(store, RUN_ID, None) as companion:
+                sent, problems = _capture(companion.endpoint)
+        except typer.Exit as refused:
+            raise SystemExit(refused.exit_code) from None
+        print(json.dumps({**problems, **_compare(store / f"{RUN_ID}.zarr", sent)}))
 
 
 def _capture(endpoint: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

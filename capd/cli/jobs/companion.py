@@ -12,14 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import typer
 
-from capd.cli.daemon_client import connect
+from capd.cli.daemon_client import connect, wait_until_ready
 from capd.cli.jobs.process_group import signals_put_off
 from capd.cli.output import human_count, human_nbytes, note
 from capd.config import load_daemon_settings
@@ -30,7 +30,6 @@ from capd.server.net.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.runs.names import check_run_id, new_run_id
 from capd.server.runs.unsealed import EXIT_UNSEALED
 from capd_client.protocol.control import Control
-from capd_client.protocol.messages import Ping
 
 __all__ = ["Companion", "join", "start"]
 
@@ -42,12 +41,6 @@ SEAL_S = 600.0
 STOP_MARGIN_S = 30.0
 _SOCKET_NAME = "capd.sock"
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-
-
-class WhyNothing(Protocol):
-    """A function that says why a job has captured nothing. `connected`: whether some rank was connected."""
-
-    def __call__(self, *, connected: bool) -> str: ...
 
 
 @dataclass(eq=False)
@@ -83,11 +76,11 @@ class Companion:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def finish(self, why_nothing: WhyNothing) -> None:
+    def finish(self, why_nothing: Callable[[bool], str]) -> None:
         """Finish after the job: wait until its ranks are accounted for, seal its run and print the summary.
 
         Args:
-            why_nothing: Says why nothing was captured, if that is so.
+            why_nothing: Says why nothing was captured; its argument is whether some rank was connected.
         """
         self.wake()
         try:
@@ -100,7 +93,7 @@ class Companion:
         for line in [] if run is None else summary(run):
             note(line)
         if run is None or not run.offered:
-            note(f"nothing was captured: {why_nothing(connected=run is not None)}")
+            note(f"nothing was captured: {why_nothing(run is not None)}")
 
     def wake(self) -> None:
         """Continue a private daemon if it was stopped (SIGSTOP), because it holds captures."""
@@ -192,21 +185,13 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
 
 
 def _wait_ready(companion: Companion, process: subprocess.Popen[bytes]) -> None:
-    path = parse(companion.endpoint)
-    until = time.monotonic() + READY_S
-    while process.poll() is None:
-        try:
-            with connect(path) as tool:
-                tool.request(Ping())
-            return
-        except EndpointError as error:
-            if time.monotonic() > until:
-                note(
-                    f"the daemon is not ready after {READY_S:.0f} s ({error}); the job starts without waiting"
-                )
-                return
-        time.sleep(0.02)
-    code = process.returncode
+    problem = wait_until_ready(parse(companion.endpoint), lambda: process.poll() is not None, READY_S)
+    if problem is None:
+        return
+    code = process.poll()
+    if code is None:
+        note(f"the daemon is not ready after {READY_S:.0f} s ({problem}); the job starts without waiting")
+        return
     if code > 0 and code != EXIT_UNSEALED:
         note("the daemon did not start, so the job was not started")
         raise typer.Exit(code)

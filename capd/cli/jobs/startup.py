@@ -67,7 +67,7 @@ class Startup:
         missing = next((meaning for passed, meaning in _STAGES if passed not in notes), "")
         return told_of(notes, missing or "no model was found, and none is watched")
 
-    def why_nothing(self, *, connected: bool) -> str:
+    def why_nothing(self, connected: bool) -> str:
         """Return why the job has captured nothing, from the notes of its processes.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,6 @@ from capd.cli.options import Command, Json, flag, grouped, option
 from capd.cli.output import note, print_json, print_lines
 
 if TYPE_CHECKING:
-    from capd.cli.jobs.companion import WhyNothing
     from capd.config import DaemonSettings
     from capd_client.planning.seen import RankSeen
 
@@ -126,7 +126,9 @@ def _train(
     return seen, code
 
 
-def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_nothing: WhyNothing) -> None:
+def _check_seen(
+    seen: list[RankSeen], code: int | None, timeout_s: float, why_nothing: Callable[[bool], str]
+) -> None:
     """Raise an error with the reason if no rank has anything to plan from."""
     from capd.errors import CapdError, NothingMatched
 
@@ -140,7 +142,7 @@ def _check_seen(seen: list[RankSeen], code: int | None, timeout_s: float, why_no
             note(how)
         return
     trained = max((len(one.iterations) for one in seen), default=0)
-    why = f"nothing in {trained} steps was to be captured" if trained else why_nothing(connected=bool(seen))
+    why = f"nothing in {trained} steps was to be captured" if trained else why_nothing(bool(seen))
     raise (CapdError if code != 0 else NothingMatched)(f"nothing is planned: {how}, and {why}")
 
 

@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict
 
 from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError
-from capd.metrics import DaemonStats, RunStats, SessionStats
+from capd.metrics import DaemonStats, RunCounters, RunStats, SessionStats
 
 __all__ = ["Counters", "Source"]
 
 
-class Counters(BaseModel):
+class Counters(RunCounters):
     """The counters of `capd stats --json`. Bytes are exact. Rates are None if only the store could be asked.
 
     Attributes:
         source: "daemon" (live) or "store" (the last persisted counters).
         why_full: The limit that refused a record as disk_full, "" if none did.
         compression_ratio: raw_bytes / stored_bytes.
-        clean: False if a kill cut off the last persisted second of some session's counters.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     source: str
-    run_id: str
-    path: str
-    offered: int
-    committed: int
-    in_flight: int
-    dropped: dict[str, int]
-    records: int
-    statistics_records: int
-    raw_bytes: int
-    stored_bytes: int
     compression_ratio: float | None
-    rate_mib_s: float | None
-    why_full: str | None
+    rate_mib_s: float | None = None
+    why_full: str | None = None
     disk_free: int
-    keep_free: int | None
-    max_disk: int | None
-    clean: bool
-    sessions: list[SessionStats]
+    keep_free: int | None = None
+    max_disk: int | None = None
 
 
 class Source:
@@ -134,22 +118,10 @@ def read_store(path: Path) -> Counters:
         source="store",
         run_id=store.run_id,
         path=str(path.absolute()),
-        offered=totals.offered,
-        committed=totals.committed,
-        in_flight=totals.in_flight,
-        dropped=totals.dropped,
-        records=totals.records,
-        statistics_records=totals.statistics_records,
-        raw_bytes=totals.raw_bytes,
-        stored_bytes=totals.stored_bytes,
         compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),
-        rate_mib_s=None,
-        why_full=None,
         disk_free=disk.f_bavail * disk.f_frsize,
-        keep_free=None,
-        max_disk=None,
-        clean=totals.clean,
         sessions=[_session(row) for row in store.sessions],
+        **asdict(totals),
     )
 
 

@@ -70,11 +70,12 @@ def stats(
 def _drops(source: Source, as_json: bool) -> None:
     """Print the store's ledger. With a live daemon it is at most a second old."""
     import capd
-    from capd.cli.store.drops import drop_lines, drops_of
+    from capd.cli.store.drops import drop_lines
+    from capd.drops import drops_of
 
     found = drops_of(capd.open(source.read().path).sessions)
     if as_json:
-        print_json([drop.model_dump() for drop in found])
+        print_json(found)
     else:
         print_lines(drop_lines(found))
 
