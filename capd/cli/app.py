@@ -23,50 +23,41 @@ __all__ = ["VERBS", "main"]
 
 
 class _Verb(NamedTuple):
-    module: str
+    # The module of the verb, below capd.cli.
+    path: str
     # The attribute is a command function, or a typer.Typer with subcommands.
     attribute: str
     help: str
 
+    @property
+    def module(self) -> str:
+        return f"capd.cli.{self.path}"
+
 
 VERBS: dict[str, _Verb] = {
-    "serve": _Verb("capd.cli.daemon.serve", "serve", "Run the daemon of this node."),
-    "run": _Verb(
-        "capd.cli.run.run", "run", "Run a training job with a daemon beside it, and print a summary."
-    ),
-    "plan": _Verb(
-        "capd.cli.run.plan", "plan", "Show what a job would capture, and what that takes; capture nothing."
-    ),
-    "ctl": _Verb("capd.cli.daemon.ctl", "app", "Stop, start and re-select capture in a running job."),
+    "serve": _Verb("daemon.serve", "serve", "Run the daemon of this node."),
+    "run": _Verb("run.run", "run", "Run a training job with a daemon beside it, and print a summary."),
+    "plan": _Verb("run.plan", "plan", "Show what a job would capture, and what that takes; capture nothing."),
+    "ctl": _Verb("daemon.ctl", "app", "Stop, start and re-select capture in a running job."),
     "stats": _Verb(
-        "capd.cli.store.stats",
-        "stats",
-        "Show the counters: offered, committed, in flight, dropped, disk left.",
+        "store.stats", "stats", "Show the counters: offered, committed, in flight, dropped, disk left."
     ),
-    "ls": _Verb("capd.cli.store.ls", "ls", "List the series of a run, or count them by a field."),
-    "show": _Verb("capd.cli.store.show", "show", "Show a series or a record: moments, statistics, values."),
+    "ls": _Verb("store.ls", "ls", "List the series of a run, or count them by a field."),
+    "show": _Verb("store.show", "show", "Show a series or a record: moments, statistics, values."),
     "compare": _Verb(
-        "capd.cli.compare.compare", "compare", "Compare number formats on captured tensors, or two captures."
+        "compare.compare", "compare", "Compare number formats on captured tensors, or two captures."
     ),
-    "report": _Verb(
-        "capd.cli.report.report",
-        "report",
-        "Write statistics and figures as a page or into a directory.",
-    ),
-    "plot": _Verb("capd.cli.report.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
+    "report": _Verb("report.report", "report", "Write statistics and figures as a page or into a directory."),
+    "plot": _Verb("report.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
     "export": _Verb(
-        "capd.cli.store.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
+        "store.export", "export", "Write records as .pt files, .npz, safetensors or a Parquet table."
     ),
     "import": _Verb(
-        "capd.cli.store.import_",
-        "import_files",
-        "Read .pt files of tensor_saver, or exported ones, into a run.",
+        "store.import_", "import_files", "Read .pt files of tensor_saver, or exported ones, into a run."
     ),
-    "verify": _Verb("capd.cli.store.verify", "verify", "Check a run for damage, and repair it."),
-    "doctor": _Verb("capd.cli.daemon.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
-    "config": _Verb(
-        "capd.cli.daemon.config", "app", "Show the settings in effect and where each comes from."
-    ),
+    "verify": _Verb("store.verify", "verify", "Check a run for damage, and repair it."),
+    "doctor": _Verb("daemon.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
+    "config": _Verb("daemon.config", "app", "Show the settings in effect and where each comes from."),
 }
 
 

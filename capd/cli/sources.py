@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from capd.cli.options import flag, option
 from capd.cli.output import note
-from capd.cli.progress import progress_bar
+from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
@@ -68,7 +68,7 @@ class Sources:
         """
         from capd.report.gather import Skipped, gather
 
-        with progress_bar(self.items.total, "records") as progress:
+        with Progress(self.items.total, "records") as progress:
             for seen in gather(self.items.found, gathered, threads=self.threads, **asked):
                 if isinstance(seen, Skipped):
                     progress.say(f"skipped {seen.name}: {seen.reason}")

@@ -143,10 +143,10 @@ class Watcher:
         return Ending("full" if self._request.micro_batches else "ended", reason)
 
     def _complete(self, *reasons: str) -> Ending:
-        count, told = self._request.micro_batches, len(self._ranks)
+        count, known = self._request.micro_batches, len(self._ranks)
         whose = "each rank"
         if self._silent:
-            whose = f"{told} of {told + self._silent} ranks (the rest captures nothing)"
+            whose = f"{known} of {known + self._silent} ranks (the rest captures nothing)"
         kept = f"{count} micro-batch{'' if count == 1 else 'es'} of {whose}"
         return Ending("complete", ", ".join((kept, *reasons)))
 

@@ -31,7 +31,7 @@ from capd_client.protocol.messages import MAX_METADATA_NBYTES
 __all__ = ["TENSOR_NAMES", "Capture", "Naming", "TensorNames", "capture_of", "dictionary_of"]
 
 T = TypeVar("T")
-TensorNames = Literal["seed", "capd"]
+TensorNames = Literal["tensor_saver", "capd"]
 TENSOR_NAMES: tuple[str, ...] = get_args(TensorNames)
 
 _ORIGIN_FORMAT = 1
@@ -69,7 +69,7 @@ class Naming:
     """The naming of exported files: scheme, tensor names (tensor_saver's or capd's), number of the first layer."""
 
     scheme: Scheme = "C"
-    tensor_names: TensorNames = "seed"
+    tensor_names: TensorNames = "tensor_saver"
     layer_base: int = 0
 
     def layer(self, key: Key) -> int | None:
@@ -79,7 +79,7 @@ class Naming:
     def shown(self, key: Key) -> Key:
         """Return the key with the tensor's name as files show it."""
         backward = key.operation == "backward" and "linear" in (key.layer_type, key.component)
-        if self.tensor_names == "seed" and backward and key.tensor_name in _SAVER_BACKWARD:
+        if self.tensor_names == "tensor_saver" and backward and key.tensor_name in _SAVER_BACKWARD:
             return msgspec.structs.replace(key, tensor_name=_SAVER_BACKWARD[key.tensor_name])
         return key
 

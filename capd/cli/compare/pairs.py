@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from capd.cli.compare.pairs_output import print_differences, say_left_out
 from capd.cli.compare.request import CompareRequest, fields_of
 from capd.cli.output import human_count, note
-from capd.cli.progress import progress_bar
+from capd.cli.progress import Progress
 from capd.cli.sources import holds_files
 from capd.cli.stores import resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
@@ -59,7 +59,7 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
     from capd.server.heap import settled_heap
 
     threads = request.source.threads
-    with settled_heap(), progress_bar(len(pairing.pairs), "pairs") as progress:
+    with settled_heap(), Progress(len(pairing.pairs), "pairs") as progress:
         for seen in compare_each(pairing, found, threads=threads, until_first=until_first):
             if not isinstance(seen, int):
                 progress.say(f"skipped {seen.name}: {seen.reason}")

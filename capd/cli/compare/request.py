@@ -17,16 +17,15 @@ from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import StoreArgument, default_store
 from capd.errors import ConfigError
 from capd.strict_json import json_number, strict_json
+from capd_client.protocol.key import Key, Moment
 
 if TYPE_CHECKING:
     from capd.report.gather import GatheredRecords
 
 __all__ = ["GROUP_FIELDS", "CompareRequest", "fields_of", "name_some", "place_of"]
 
-GROUP_FIELDS = (
-    "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack",
-    "iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt",
-)  # fmt: skip
+# All fields but the time and the recomputation.
+GROUP_FIELDS = (*Key.__struct_fields__, *Moment.__struct_fields__[:-2])
 # The number of left-out records that a line on stderr names.
 _NAMED = 3
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from capd.cli.options import Json, flag, option
+from capd.cli.options import Config, Json, flag
 from capd.cli.output import note, print_json, print_lines, table_lines
 
 __all__ = ["app"]
@@ -43,10 +43,7 @@ def _group() -> None:
 
 @app.command(short_help="Print each setting with its origin.")
 def show(
-    config: Annotated[
-        Path | None,
-        option("--config", "FILE", "Settings file [default: CAPD_CONFIG, or ./capd.toml if it exists]."),
-    ] = None,
+    config: Config = None,
     as_json: Json = False,
 ) -> None:
     """Print each setting of the daemon and of the job, its value and its origin: env NAME, file PATH or default.
@@ -91,6 +88,7 @@ def check(
     Exit codes:
       2  there is such a setting
     """
+    from capd.cli.jobs.settings import checked_settings
     from capd.config import config_path, misspelt_variables, read_file, resolve_daemon
     from capd.errors import CapdError
 
@@ -98,7 +96,7 @@ def check(
     problems = [] if path is None else read_file(path)[1]
     if not problems:
         environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
-        for resolve in (lambda: resolve_daemon({}, path=path), lambda: _strictly(environ)):
+        for resolve in (lambda: resolve_daemon({}, path=path), lambda: checked_settings(environ)):
             try:
                 resolve()
             except CapdError as error:
@@ -110,13 +108,6 @@ def check(
         print_lines(problems or [f"{path or 'the environment'}: nothing wrong"])
     if problems:
         raise typer.Exit(2)
-
-
-def _strictly(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for settings about which the job would only warn."""
-    from capd_client.config.settings import load_config
-
-    load_config({**environ, "CAPD_STRICT": "1", "CAPD_ENDPOINT": "off"})
 
 
 def _chosen(settings: Any) -> dict[str, Any]:

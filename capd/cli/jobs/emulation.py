@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from capd.errors import ConfigError
 
-__all__ = ["Choice", "Told", "choose", "told_of"]
+__all__ = ["Choice", "EmulationNotes", "choose", "read_notes"]
 
 NONE = "none"
 
@@ -60,7 +60,7 @@ def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> 
 
 
 @dataclass(frozen=True)
-class Told:
+class EmulationNotes:
     """The notes of one job's processes about its emulation.
 
     Attributes:
@@ -91,7 +91,7 @@ class Told:
             yield f"nothing was emulated, quant_type is a label: {self.why_none}"
 
 
-def told_of(notes: Iterable[str], why_no_model: str) -> Told:
+def read_notes(notes: Iterable[str], why_no_model: str) -> EmulationNotes:
     """Parse the lines that the processes noted. `why_no_model` is the reason if no line is about an emulation."""
     found: dict[str, dict[str, None]] = {}
     for line in notes:
@@ -100,4 +100,4 @@ def told_of(notes: Iterable[str], why_no_model: str) -> Told:
     recipes, ended = tuple(found.get("emulated", ())), next(iter(found.get("removed", ())), "")
     own = next(iter(found.get("label-only", ())), "")
     failed = next(iter(found.get("unemulated", ())), "")
-    return Told(recipes, ended, f"the job {own}" if own else failed or why_no_model)
+    return EmulationNotes(recipes, ended, f"the job {own}" if own else failed or why_no_model)

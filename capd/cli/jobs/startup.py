@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import capd_client
-from capd.cli.jobs.emulation import Told, told_of
+from capd.cli.jobs.emulation import EmulationNotes, read_notes
 
 __all__ = ["BOOTSTRAP", "Startup"]
 
@@ -59,13 +59,13 @@ class Startup:
         environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *parts] if before else [str(BOOTSTRAP)])
         environ["CAPD_RUN_NOTES"] = str(self._notes)
 
-    def emulation(self) -> Told:
+    def emulation(self) -> EmulationNotes:
         """Return the outcome of the emulation that was requested, an empty one if none was requested."""
         if not self._emulate:
-            return Told()
+            return EmulationNotes()
         notes = self._read()
         missing = next((meaning for passed, meaning in _STAGES if passed not in notes), "")
-        return told_of(notes, missing or "no model was found, and none is watched")
+        return read_notes(notes, missing or "no model was found, and none is watched")
 
     def why_nothing(self, connected: bool) -> str:
         """Return why the job has captured nothing, from the notes of its processes.

@@ -12,7 +12,7 @@ import typer
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
-from capd.cli.progress import progress_bar
+from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import StoreArgument, default_store
@@ -188,7 +188,7 @@ def _draw(directory: ReportDirectory, gathered: GatheredRecords) -> CapdError | 
         directory.remove_others()
         return error
     pages = list(all_pages(gathered.groups))
-    with progress_bar(len(pages), "pages") as progress:
+    with Progress(len(pages), "pages") as progress:
         for page in pages:
             payload = page.png()
             directory.write(page.name, payload)

@@ -159,9 +159,9 @@ class Collection:
                 self._printed = job.logged_nbytes()
                 run.flush()
         companion.finish(startup.why_nothing)
-        told = startup.emulation()
-        one.emulation = told.text
-        for line in told.lines():
+        emulation = startup.emulation()
+        one.emulation = emulation.text
+        for line in emulation.lines():
             note(line)
         look = run.look(last=True)
         code = job.process.returncode

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
-from capd.cli.progress import progress_bar
+from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
-from capd.errors import ConfigError, NothingMatched
+from capd.errors import NothingMatched
+from capd.pt_files.dictionary import Naming, TensorNames
+from capd.pt_files.names import Scheme
 
 if TYPE_CHECKING:
     from capd.output_directory import ExportedFile
@@ -19,26 +21,27 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
-FORMATS = ("pt", "npz", "safetensors", "parquet")
+
+Format = Literal["pt", "npz", "safetensors", "parquet"]
 
 
 @grouped
 def export(
     store: StoreArgument = None,
-    to: Annotated[str, option("--to", "FORMAT", f"Format: {', '.join(FORMATS)}.")] = "pt",
+    to: Annotated[Format, option("--to", "FORMAT", f"Format: {', '.join(get_args(Format))}.")] = "pt",
     out: Annotated[
         Path | None, option("--out", "DIR", "Where the files go [default: ./RUN-FORMAT].", "-o")
     ] = None,
     run: RunOption = None,
-    names: Annotated[str, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
+    names: Annotated[Scheme, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
     tensor_names: Annotated[
-        str,
+        TensorNames,
         option(
             "--tensor-names",
-            "seed|capd",
-            "pt: names of a Linear's dY and dX; seed calls them input and output of the backward.",
+            "tensor_saver|capd",
+            "pt: names of a Linear's dY and dX; tensor_saver calls them input and output of the backward.",
         ),
-    ] = "seed",
+    ] = "tensor_saver",
     layer_base: Annotated[
         int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
     ] = 0,
@@ -80,9 +83,6 @@ def export(
       6  the disk is full
       7  another export writes to DIR
     """
-    _check("--to", to, FORMATS)
-    _check("--names", names, ("A", "B", "C"))
-    _check("--tensor-names", tensor_names, ("seed", "capd"))
     from capd.server.heap import settled_heap
     from capd.store.read.store import open_store
 
@@ -99,34 +99,23 @@ def export(
             f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"
         )
     target = out or Path(f"{opened.path.stem}-{to}")
-    naming = cast("Any", (names, tensor_names, layer_base))
+    naming = Naming(names, tensor_names, layer_base)
     with settled_heap():
         _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
 
 
-def _check(flag: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{flag} {value!r} is unknown; use one of {', '.join(known)}")
-
-
 def _files(
-    run_id: str,
-    chosen: list[Series],
-    out: Path,
-    to: str,
-    naming: tuple[Literal["A", "B", "C"], Literal["seed", "capd"], int],
-    jobs: int | None,
+    run_id: str, chosen: list[Series], out: Path, to: str, naming: Naming, jobs: int | None
 ) -> Iterator[ExportedFile]:
     if to == "parquet":
         from capd.io.table import export_table
 
         return export_table(run_id, chosen, out)
     if to == "pt":
-        from capd.pt_files.dictionary import Naming
         from capd.pt_files.export import export_pt
         from capd.server.limits import usable_cpus
 
-        return export_pt(run_id, chosen, out, Naming(*naming), threads=jobs or max(1, round(usable_cpus())))
+        return export_pt(run_id, chosen, out, naming, threads=jobs or max(1, round(usable_cpus())))
     from capd.io.arrays import export_arrays
 
     return export_arrays(run_id, chosen, out, f".{to}")
@@ -137,7 +126,7 @@ def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to
     total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
         to, (len(chosen), "series")
     )
-    with progress_bar(total, what) as progress:
+    with Progress(total, what) as progress:
         for file in written:
             progress.add(file.raw_nbytes)
             files, records = files + 1, records + file.records

@@ -11,7 +11,7 @@ import typer
 
 from capd.cli.options import Config, Json, StoreRoot, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
-from capd.cli.progress import Progress, progress_bar
+from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
 from capd_client.process.text import printable
@@ -77,7 +77,7 @@ def import_files(
     files = find_files(directory)
     if not files:
         raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
-    with settled_heap(), progress_bar(len(files), "files") as progress:
+    with settled_heap(), Progress(len(files), "files") as progress:
         outcomes = _Outcomes(progress)
         _import(settings, name, files, layer_base, jobs, outcomes)
     run = settings.store / f"{name}.zarr"

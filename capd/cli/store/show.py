@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from capd.cli.options import Json, option
@@ -24,6 +25,7 @@ from capd.cli.output import (
 from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
 from capd.cli.stores import RunOption, resolve_run
 from capd.errors import ConfigError, NothingMatched
+from capd_client.protocol.key import Moment
 
 if TYPE_CHECKING:
     from capd.store.read.store import Record, Series, Store
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["find_one", "show"]
 
 _STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
-_MOMENT = ("iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt")
+# The time and the recomputation have lines of their own.
+_MOMENT = Moment.__struct_fields__[:-2]
 
 
 def show(
@@ -119,8 +122,6 @@ def find_one(store: Store, name: str) -> Series:
 
 
 def _head(series: Series) -> dict[str, Any]:
-    import msgspec
-
     return {
         "path": series.path,
         **msgspec.structs.asdict(series.key),
@@ -231,23 +232,12 @@ def _elements(series: Series, number: int, first: int) -> tuple[str, list[str]]:
 
 
 def _head_lines(series: Series) -> list[str]:
-    key = series.key
-    names = (
-        "quant_type",
-        "rank",
-        "layer",
-        "phase",
-        "layer_type",
-        "operation",
-        "component",
-        "tensor_name",
-        "module",
-    )
-    known = [(name, getattr(key, name)) for name in (*names, "stack")]
+    known = msgspec.structs.asdict(series.key)
     ratio = f", ratio {series.raw_bytes / series.stored_bytes:.2f}" if series.stored_bytes else ""
     return [
         f"series      {series.path}",
-        "key         " + ", ".join(f"{name} {value}" for name, value in known if value not in ("", None)),
+        "key         "
+        + ", ".join(f"{name} {value}" for name, value in known.items() if value not in ("", None)),
         f"dtype       {series.dtype}{', statistics only' if series.kept == 'statistics' else ''}",
         f"records     {human_count(len(series))}, largest shape {_shape(series.shape[1:])}",
         f"stored      {human_nbytes(series.stored_bytes)} of {human_nbytes(series.raw_bytes)} raw{ratio}",

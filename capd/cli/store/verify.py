@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.progress import StatusLine
 from capd.cli.stores import default_store, is_run
 from capd.errors import ConfigError, NotAStore, NothingMatched, StoreBusy, StoreError
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from capd.store.verify.damage import Report
 
 __all__ = ["verify"]
-
-# The bytes between two updates of the progress line.
-_STEP_NBYTES = 16 << 20
 
 
 def verify(
@@ -65,30 +62,22 @@ def verify(
     runs = _runs(store)
     if output is not None:
         raise typer.Exit(_repair(runs, output, as_json=as_json))
-    done: list[Change] = []
+    changed: list[dict[str, str]] = []
     if rebuild or adopt is not None:
         with _warnings_on_stderr():
-            done = list(_change(runs, adopt=adopt))
+            changed = list(_change(runs, adopt=adopt))
     reports = [_check(run) for run in runs]
     if as_json:
-        print_json(_plain(reports, done, []))
+        print_json(_plain(reports, changed, []))
     else:
-        print_lines(f"{change.run.name}, node {change.node}: {change.message}" for change in done)
+        print_lines(f"{Path(one['run']).name}, node {one['node']}: {one['message']}" for one in changed)
         _print(reports)
     raise typer.Exit(0 if all(report.ok for report in reports) else 4)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that an option made in one node's part of a run."""
-
-    run: Path
-    node: str
-    message: str
-
-
 def _runs(store: Path | None) -> list[Path]:
     from capd.store.read.store import runs
+    from capd.store.verify.damage import Report
     from capd.store.verify.run import run_identity
 
     place = default_store() if store is None else store
@@ -97,14 +86,8 @@ def _runs(store: Path | None) -> list[Path]:
         raise NotAStore(f"no run in {place}; name a run or a directory of runs")
     for run in found:
         # A path that is no run must not be locked or written.
-        run_identity(run, _report(run))
+        run_identity(run, Report(run))
     return found
-
-
-def _report(run: Path) -> Report:
-    from capd.store.verify.damage import Report
-
-    return Report(run)
 
 
 def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
@@ -120,8 +103,10 @@ def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
         for node in nodes_of(run):
             stack.enter_context(reading_lock(run.absolute().parent, node))
         stack.enter_context(_warnings_on_stderr())
-        with _progress(run, "saved") as progress:
-            done = repair(run, new, progress=progress)
+        line = stack.enter_context(StatusLine())
+        done = repair(
+            run, new, progress=lambda nbytes: line.draw(f"{run.name}: {human_nbytes(nbytes)} saved")
+        )
     report = _check(new)
     if as_json:
         print_json(_plain([report], [], [done]))
@@ -131,13 +116,17 @@ def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
     return 0 if report.ok and done.is_complete else 4
 
 
-def _change(runs: list[Path], *, adopt: str | None) -> Iterator[Change]:
+def _change(runs: list[Path], *, adopt: str | None) -> Iterator[dict[str, str]]:
+    """Change each node's part of the runs. Yield run, node and a message for each."""
     from capd.store.disk.layout import nodes_of
     from capd.store.repair.catalog import rebuild_catalog, take_over
 
     everywhere = sorted({node for run in runs for node in nodes_of(run)})
     if adopt is not None and adopt not in everywhere:
         raise NothingMatched(f"no node {adopt!r} in {runs[0]}; known: {', '.join(everywhere) or 'none'}")
+    message = (
+        "catalog built again from the shard files" if adopt is None else "taken over: everything is sealed"
+    )
     worked = 0
     busy: StoreBusy | None = None
     for run in runs:
@@ -146,12 +135,8 @@ def _change(runs: list[Path], *, adopt: str | None) -> Iterator[Change]:
                 continue
             try:
                 with _locked(run, node):
-                    if adopt is not None:
-                        take_over(run, node)
-                        yield Change(run, node, "taken over: everything is sealed")
-                    else:
-                        rebuild_catalog(run, node)
-                        yield Change(run, node, "catalog built again from the shard files")
+                    (rebuild_catalog if adopt is None else take_over)(run, node)
+                yield {"run": str(run), "node": node, "message": message}
                 worked += 1
             except StoreBusy as error:
                 busy = error
@@ -190,30 +175,10 @@ def _warnings_on_stderr() -> Iterator[None]:
 def _check(run: Path) -> Report:
     from capd.store.verify.run import verify_run
 
-    with _progress(run) as progress:
-        return verify_run(run, progress=progress)
-
-
-@contextlib.contextmanager
-def _progress(run: Path, what: str = "checked") -> Iterator[Callable[[int], None] | None]:
-    """Draw a line on the terminal with the bytes read so far, or nothing if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    shown = 0
-
-    def show(nbytes: int) -> None:
-        nonlocal shown
-        if nbytes - shown >= _STEP_NBYTES:
-            shown = nbytes
-            sys.stderr.write(f"\r{run.name}: {human_nbytes(nbytes)} {what}\x1b[K")
-            sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+    with StatusLine() as line:
+        return verify_run(
+            run, progress=lambda nbytes: line.draw(f"{run.name}: {human_nbytes(nbytes)} checked")
+        )
 
 
 def _print(reports: list[Report]) -> None:
@@ -250,7 +215,7 @@ def _moment(moment: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, False))
 
 
-def _plain(reports: list[Report], changes: list[Change], repaired: list[Repair]) -> dict[str, Any]:
+def _plain(reports: list[Report], changed: list[dict[str, str]], repaired: list[Repair]) -> dict[str, Any]:
     from dataclasses import asdict
 
     damaged = [
@@ -266,27 +231,22 @@ def _plain(reports: list[Report], changes: list[Change], repaired: list[Repair])
         "bytes": sum(report.nbytes for report in reports),
         "damaged": damaged,
         "notes": [text for report in reports for text in report.notes],
-        "changed": [{"run": str(one.run), "node": one.node, "message": one.message} for one in changes],
+        "changed": changed,
         "repaired": [_plain_repair(one) for one in repaired],
     }
 
 
 def _plain_repair(done: Repair) -> dict[str, Any]:
-    import msgspec
+    from msgspec.structs import asdict
 
     lost = [
         {
             "series": one.path,
-            "key": msgspec.structs.asdict(one.key),
+            "key": asdict(one.key),
             "record": one.number,
-            "moment": None if one.row is None else msgspec.structs.asdict(one.row.moment),
+            "moment": None if one.row is None else asdict(one.row.moment),
         }
         for one in done.lost
     ]
-    return {
-        "run": str(done.run),
-        "new": str(done.new),
-        "saved": done.saved,
-        "lost": lost,
-        "unknown": done.unknown,
-    }
+    places = {"run": str(done.run), "new": str(done.new)}
+    return {**places, "saved": done.saved, "lost": lost, "unknown": done.unknown}

@@ -222,13 +222,9 @@ def test_a_store_that_cannot_be_written_is_one_line(
 
 
 def test_progress_is_shown_on_a_terminal_only(root: Path) -> None:
-    program = (
-        "import sys\nfrom capd.cli.store import verify\nverify._STEP_NBYTES = 1\n"
-        "from capd.cli.app import main\nmain(['verify', sys.argv[1]])"
-    )
     terminal, side = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE, stderr=side
+        [sys.executable, "-m", "capd", "verify", str(root)], stdout=subprocess.PIPE, stderr=side
     ) as process:
         assert process.stdout is not None
         out = process.stdout.read()
