@@ -25,7 +25,7 @@ from capd.report.series import MOST_SERIES, SeriesSummaries
 from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Moment
 from tests.browser.conftest import Opened
-from tests.cli.conftest import StoreWriter, bf16_bits, linear_key
+from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
 
 Open = Callable[..., Opened]
 Values = dict[tuple[Any, ...], np.ndarray]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from capd.cli.app import VERBS
-from tests.cli.conftest import Result, run_capd
+from tests.kit.store.cli import Result, run_capd
 
 Capd = Callable[..., Result]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 
 Capd = Callable[..., Result]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, bf16_bits, linear_key
+from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
 from tests.kit.store.pt_files import SEED_NAME, seed_dictionary
 
 Capd = Callable[..., Result]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 
 SECTION = (
     (Path(__file__).parents[3] / "docs/json.md").read_text().split("## capd compare\n")[1].split("\n## ")[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from capd.cli.daemon import ctl
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 
 Capd = Callable[..., Result]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from capd_client.protocol.dtypes import ITEM_NBYTES
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 
 Capd = Callable[..., Result]
 

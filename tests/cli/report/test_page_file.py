@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, bf16_bits, linear_key
+from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
 
 Capd = Callable[..., Result]
 

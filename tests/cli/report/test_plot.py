@@ -15,8 +15,7 @@ import pytest
 from capd.cli.report.plot import _KINDS
 from capd.report.figures.kinds import KINDS
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, bf16_bits, linear_key
-from tests.cli.report.test_report import WITHOUT_MATPLOTLIB, damaged
+from tests.kit.store.cli import WITHOUT_MATPLOTLIB, Result, StoreWriter, bf16_bits, damaged, linear_key
 
 Capd = Callable[..., Result]
 TYPES, LAYERS, TENSORS = ("bf16", "hi$f_p8"), (0, 1), ("input", "grad_output")

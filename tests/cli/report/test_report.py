@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, bf16_bits, linear_key
+from tests.kit.store.cli import (
+    WITHOUT_MATPLOTLIB,
+    Result,
+    StoreWriter,
+    bf16_bits,
+    damaged,
+    linear_key,
+    shard_of,
+)
 
 Capd = Callable[..., Result]
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
@@ -26,18 +34,6 @@ TYPES, RANKS, LAYERS, SAMPLES = ("bf16", "mxfp8", "hi$f_p8"), (0, 1), (0, 1, Non
 TENSORS = {"input": "bfloat16", "weight": "float32", "grad_output": "bfloat16"}
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 Values = dict[tuple[Any, ...], np.ndarray]
-
-# Runs the command line where matplotlib cannot be imported.
-WITHOUT_MATPLOTLIB = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError("No module named 'matplotlib'")
-sys.meta_path.insert(0, Blocker())
-from capd.cli.app import main
-main(sys.argv[1:])
-"""
 
 
 def values_of(rng: np.random.Generator, one: str, layer: int | None, tensor: str) -> np.ndarray:
@@ -379,29 +375,6 @@ def test_of_a_store_the_newest_run_is_taken_or_all_of_them_together(
     assert (newest.json["records"], every.json["records"], both.code) == (6, 7, 2)
     assert "the newest of 2 runs" in newest.err
     assert len(document_of(tmp_path / "every")["sources"]) == 2
-
-
-def damaged(root: Path) -> Path:
-    """A run of four records of which the second one's elements are not what was captured."""
-    writer = StoreWriter(root)
-    rng = np.random.default_rng(0)
-    for number in range(4):
-        bits = bf16_bits(rng.normal(size=(512, 512)))
-        writer.put("run", linear_key(), bits, "bfloat16", Moment(iteration=number))
-    run = writer.close() / "run.zarr"
-    shard = shard_of(run)
-    place = shard.stat().st_size * 3 // 8  # the middle of the second quarter
-    with shard.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 0x55]))
-    return run
-
-
-def shard_of(run: Path) -> Path:
-    [shard] = [path for path in run.glob("*/*/*/*/*input/data/c/**/*") if path.is_file()]
-    return shard
 
 
 def test_a_damaged_record_is_named_skipped_and_counted_and_the_rest_delivered(

@@ -22,8 +22,8 @@ from capd.errors import StoreError
 from capd.store.catalog.rows import CATALOG_NAME
 from capd_client.protocol.key import Moment
 from capd_client.protocol.messages import Reject
-from tests.cli.conftest import Result, StoreWriter, linear_key, run_capd
 from tests.kit.daemon import DaemonProcess, Rank, daemons
+from tests.kit.store.cli import Result, StoreWriter, linear_key, run_capd
 
 Capd = Callable[..., Result]
 NODE = ".capd/node=node0"

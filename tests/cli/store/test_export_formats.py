@@ -18,7 +18,7 @@ from safetensors import safe_open
 from capd.store.read.store import Series, open_store
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, linear_key
+from tests.kit.store.cli import Result, StoreWriter, linear_key
 
 Capd = Callable[..., Result]
 SAFETENSORS_LACKS = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"}  # kept as bits

@@ -18,7 +18,7 @@ import torch
 from capd.store.read.store import open_store
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import BF16_VALUES, Result, StoreWriter, bf16_bits, linear_key
+from tests.kit.store.cli import BF16_VALUES, Result, StoreWriter, bf16_bits, linear_key
 from tests.kit.store.content import content_of
 from tests.kit.store.pt_files import SEED_NAME, seed_dictionary
 

@@ -18,7 +18,7 @@ import torch
 
 from capd.store.read.store import open_store
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import Result, StoreWriter, linear_key
+from tests.kit.store.cli import Result, StoreWriter, linear_key
 from tests.kit.store.pt_files import SEED_NAME, seed_dictionary
 
 Capd = Callable[..., Result]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 from tests.kit.store.writing import Writer, key
 
 Capd = Callable[..., Result]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd.cli.store.histogram import exponent_bars, value_counts
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 
 Capd = Callable[..., Result]
 INPUT = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.input"

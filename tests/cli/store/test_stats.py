@@ -17,7 +17,7 @@ import pytest
 from capd.cli.store.counters import Counters
 from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
-from tests.cli.conftest import Result, StoreWriter, linear_key, session_row
+from tests.kit.store.cli import Result, StoreWriter, linear_key, session_row
 
 Capd = Callable[..., Result]
 WaitUntil = Callable[..., None]

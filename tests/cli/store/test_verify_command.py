@@ -15,7 +15,7 @@ import pytest
 
 from capd.server.runs.root_lock import RootLock
 from capd.store.format.frames import FrameKind
-from tests.cli.conftest import Result
+from tests.kit.store.cli import Result
 from tests.kit.store.damaging import flip, frames, inside
 
 Capd = Callable[..., Result]

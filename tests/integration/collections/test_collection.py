@@ -18,9 +18,9 @@ from capd_client.config.recipe import Recipe
 from tests.fault.kit.file_systems import mounted_tmpfs
 from tests.integration.collections.collect_job import LAYERS, MICRO_BATCHES
 from tests.kit import forking
+from tests.kit.jobs.collecting import JOB, arguments, jobs, state_of
 from tests.kit.processes import Daemon, pause, until
 
-JOB = (sys.executable, str(Path(__file__).with_name("collect_job.py")))
 TYPES = ("bf16", "mxfp8", "mxfp4")
 BATCH = ("--mode", "batch", "--quant-type", ",".join(TYPES))
 LINEARS, ATTENTIONS = 4 * LAYERS + 1, LAYERS
@@ -28,10 +28,6 @@ OF_A_MICRO_BATCH = LINEARS * 5 + ATTENTIONS * 5  # all but the weights, which ar
 Moments = set[tuple[int, int]]
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def arguments(*options: str, job: tuple[str, ...] = JOB) -> list[str]:
-    return [sys.executable, "-m", "capd", "run", "--store", "store", *options, "--", *job]
 
 
 def capd(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -48,11 +44,6 @@ def moments_of(run: Path) -> dict[str, Moments]:
         at = found.setdefault(series.key.quant_type, set())
         at |= {(record.iteration, record.micro_batch) for record in series.records}
     return found
-
-
-def state_of(run: Path) -> dict[str, dict[str, Any]]:
-    state = json.loads((run.with_suffix(".collection") / "state.json").read_text())
-    return {one["quant_type"]: one for one in state["types"]}
 
 
 def test_a_batch_of_three_types_ends_by_itself_with_exactly_the_micro_batches_asked_for(
@@ -226,20 +217,6 @@ def test_a_daemon_that_is_killed_costs_its_type_and_no_other(tmp_path: Path) -> 
     }
     assert moments_of(run)["mxfp8"] == {(0, 0), (1, 0), (2, 0)}
     assert jobs(tmp_path) == jobs(tmp_path, "serve") == []
-
-
-def jobs(directory: Path, word: str = "collect_job.py") -> list[int]:
-    """Processes that were started in a directory and have this word in their command."""
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and Path(process / "cwd").readlink() == directory:
-                command = (process / "cmdline").read_bytes()
-                if word.encode() in command:
-                    found.append(int(process.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.fault

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.collections.test_collection import JOB, arguments, jobs, state_of
+from tests.kit.jobs.collecting import JOB, arguments, jobs, state_of
 from tests.kit.processes import until
 
 # A session of its own, whose terminal stdin is: so that a Ctrl-C there reaches the foreground group, and it alone.

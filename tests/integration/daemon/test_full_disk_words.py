@@ -17,10 +17,10 @@ from capd.store.read.store import open_store
 from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Define, Descriptor, Put
-from tests.cli.conftest import StoreWriter, linear_key
 from tests.fault.kit.file_systems import mounted_tmpfs
 from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
+from tests.kit.store.cli import StoreWriter, linear_key
 from tests.kit.store.pt_files import SEED_NAME, seed_dictionary
 from tests.kit.tiers import rows
 

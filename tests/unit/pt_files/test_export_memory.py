@@ -15,7 +15,7 @@ from capd.pt_files.export import export_pt
 from capd.store.catalog import rows
 from capd.store.read.store import open_store
 from capd_client.protocol.key import Moment
-from tests.cli.conftest import StoreWriter, linear_key
+from tests.kit.store.cli import StoreWriter, linear_key
 
 SERIES, RECORDS = 20, 20
 
