@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ __all__ = ["Tool", "connect", "wait_until_ready"]
 
 REPLY_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
+_Reply = TypeVar("_Reply")
 _STOPPED = "it is stopped (SIGSTOP; `kill -CONT` continues it) or very busy, see its log"
 
 
@@ -69,11 +70,7 @@ class Tool:
         """
         from capd.metrics import DaemonStats
 
-        reply = self.request(Stats(run_id), timeout_s)
-        if not isinstance(reply, StatsReply):
-            raise EndpointError(
-                f"the daemon answered STATS with {type(reply).__name__}; is it another capd version?"
-            )
+        reply = self._reply(StatsReply, Stats(run_id), timeout_s)
         try:
             return DaemonStats.model_validate(reply.stats)
         except ValueError as error:
@@ -83,10 +80,13 @@ class Tool:
 
     def control(self, message: Control, timeout_s: float) -> ControlReply:
         """Send an order and return the answer. Raises EndpointError."""
+        return self._reply(ControlReply, message, timeout_s)
+
+    def _reply(self, kind: type[_Reply], message: ClientMessage, timeout_s: float) -> _Reply:
         reply = self.request(message, timeout_s)
-        if not isinstance(reply, ControlReply):
+        if not isinstance(reply, kind):
             raise EndpointError(
-                f"the daemon answered CONTROL with {type(reply).__name__}; is it another capd version?"
+                f"the daemon answered with {type(reply).__name__}, not {kind.__name__}; is it another capd version?"
             )
         return reply
 

@@ -79,8 +79,8 @@ def make_request(
         micro_batches=kept,
         per_iteration=most,
         until="stable" if until == "stable" else "complete",
-        stable_for_s=_option("--stable-for", stable_for or "60s"),
-        timeout_s=_option("--timeout", timeout or "15m"),
+        stable_for_s=parse_duration("--stable-for", stable_for or "60s"),
+        timeout_s=parse_duration("--timeout", timeout or "15m"),
     )
     try:
         parse_quota(request.quota)
@@ -112,16 +112,9 @@ def _types(mode: str, text: str | None) -> tuple[str, ...]:
     return types
 
 
-def _option(name: str, text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of a text like "90", "60s", "15m" or "1.5h". Raises ConfigError for any other text."""
+def parse_duration(option: str, text: str) -> float:
+    """Return the seconds of an option's "90", "60s", "15m" or "1.5h". Raises ConfigError for any other text."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"{text[:80]!r} is not a time; write 60s, 15m or 1.5h")
+        raise ConfigError(f"{option}: {text[:80]!r} is not a time; write 60s, 15m or 1.5h")
     return float(match[1]) * _SECONDS[match[2]]

@@ -15,7 +15,7 @@ from capd.cli.jobs.settings import ResolvedJob, job_environment
 from capd.cli.jobs.startup import Startup
 from capd.cli.output import note
 from capd.cli.run.collected_job import CollectedJob, last_lines
-from capd.cli.run.collection_daemon import CollectedRun, next_attempt
+from capd.cli.run.collection_daemon import CollectedRun
 from capd.cli.run.collection_terminal import Display, progress_text
 from capd.collect.placeholders import Filled
 from capd.collect.request import CollectionRequest
@@ -114,7 +114,9 @@ class Collection:
         except OSError as error:
             note(f"the collection's progress cannot be saved in {self._directory}: {error.strerror or error}")
 
-    def _environment(self, one: TypeState, companion: Companion, documents: Path) -> dict[str, str]:
+    def _environment(
+        self, one: TypeState, companion: Companion, documents: Path, attempt: int
+    ) -> dict[str, str]:
         """Return the environment that `capd run` makes, with the type and its limits."""
         filled, choice = self._jobs[one.quant_type]
         file = self._settings.file
@@ -135,7 +137,7 @@ class Collection:
             "COLLECT_MICRO_BATCHES": str(self._request.per_iteration),
         }
         if one.tries > 1:
-            environ["CAPD_ATTEMPT"] = str(next_attempt(companion))
+            environ["CAPD_ATTEMPT"] = str(attempt)
         # Without it the last lines of a killed job would be lost in its buffer.
         environ.setdefault("PYTHONUNBUFFERED", "1")
         return environ
@@ -143,9 +145,9 @@ class Collection:
     def _run_job(self, one: TypeState, companion: Companion, startup: Startup, documents: Path) -> Ending:
         if companion.store is None:
             return Ending("daemon", f"none answers at {companion.endpoint}, so the job was not started")
-        environ = self._environment(one, companion, documents)
-        startup.put_into(environ)
         run, watcher = CollectedRun(companion, documents), Watcher(self._request, time.monotonic())
+        environ = self._environment(one, companion, documents, run.attempt)
+        startup.put_into(environ)
         command, mark = self._jobs[one.quant_type][0].command, f"CAPD_COLLECT_DIR={documents}"
         with CollectedJob(command, environ, mark=mark, log=Path(one.log), display=self._display) as job:
             try:

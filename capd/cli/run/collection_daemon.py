@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,9 +21,9 @@ from capd_client.protocol.control import Control
 from capd_client.protocol.quota import Collected
 
 if TYPE_CHECKING:
-    from capd.store.read.store import Store, Totals
+    from capd.store.catalog.rows import SessionRow
 
-__all__ = ["CollectedRun", "DaemonView", "next_attempt"]
+__all__ = ["CollectedRun", "DaemonView"]
 
 # A stopped daemon must not keep the job past its end.
 _WATCH_REPLY_S = 2.0
@@ -38,23 +40,17 @@ class DaemonView(NamedTuple):
     run: RunStats | None
 
 
-class _Counts(NamedTuple):
-    """The counts of one run. `lost` counts unwanted drops, disk_full included."""
-
-    records: int = 0
-    lost: int = 0
-    disk_full: int = 0
-
-
 class CollectedRun:
-    """The run of one job of a collection, counted from before the job's start.
+    """The run of one job of a collection. Only the sessions of this job's ranks count.
 
     Attributes:
         view: The daemon's last reply, None if it did not answer.
+        records: The records of the job by that reply.
+        attempt: A number above all attempts before this job, so that readers take the records of the job.
     """
 
     def __init__(self, companion: Companion, documents: Path) -> None:
-        """Count the records that the run already has.
+        """Remember the sessions that the run already has.
 
         Args:
             companion: The daemon.
@@ -62,15 +58,12 @@ class CollectedRun:
         """
         self._companion, self._documents = companion, documents
         self.view = _asked(companion, REPLY_TIMEOUT_S)
-        self._before = self._counts_before()
+        run = None if self.view is None else self.view.run
+        stored = _stored_sessions(companion)
+        self._earlier = {one.client.hex() for one in stored}
+        self._earlier |= set() if run is None else {one.client for one in run.sessions}
+        self.attempt = 1 + max((one.attempt for one in stored), default=-1)
         self.records = 0
-
-    def _counts_before(self) -> _Counts:
-        """Return the run's numbers before the job. A daemon that opens the run later counts those records, too."""
-        if self.view is not None and self.view.run is not None:
-            return _counts(self.view.run)
-        store = _store(self._companion)
-        return _Counts() if store is None else _counts(store.totals())
 
     def look(self, *, last: bool = False) -> Observation:
         """Ask the daemon and the job for their progress.
@@ -80,16 +73,18 @@ class CollectedRun:
         """
         self.view = _asked(self._companion, _LAST_REPLY_S if last else _WATCH_REPLY_S)
         run = None if self.view is None else self.view.run
-        now = _Counts() if run is None else _counts(run)
-        got = _Counts(*(number - before for number, before in zip(now, self._before, strict=True)))
+        sessions = [] if run is None else [one for one in run.sessions if one.client not in self._earlier]
+        dropped: Counter[str] = Counter()
+        for session in sessions:
+            dropped.update(session.dropped)
         if self.view is not None:
-            self.records = got.records
+            self.records = sum(session.committed for session in sessions)
         return Observation(
             time.monotonic(),
             self._ranks(),
             self.records,
-            lost=got.lost,
-            disk_full=got.disk_full > 0,
+            lost=sum(lost(dropped).values()),
+            disk_full=dropped["disk_full"] > 0,
             why_full="" if run is None else run.why_full,
             daemon_ended=self.view is None if last else self._daemon_ended(),
         )
@@ -130,18 +125,8 @@ def _asked(companion: Companion, timeout_s: float) -> DaemonView | None:
     return None
 
 
-def _counts(run: RunStats | Totals) -> _Counts:
-    return _Counts(run.records, sum(lost(run.dropped).values()), run.dropped.get("disk_full", 0))
-
-
-def next_attempt(companion: Companion) -> int:
-    """Return a number above all attempts in the store, so that readers take the records of the new attempt."""
-    store = _store(companion)
-    return 0 if store is None else 1 + max((session.attempt for session in store.sessions), default=-1)
-
-
-def _store(companion: Companion) -> Store | None:
+def _stored_sessions(companion: Companion) -> Sequence[SessionRow]:
     from capd.store.read.store import open_store
 
     path = (companion.store or Path()) / f"{companion.run_id}.zarr"
-    return open_store(path) if path.is_dir() else None
+    return open_store(path).sessions if path.is_dir() else ()

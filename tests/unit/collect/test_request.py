@@ -54,7 +54,13 @@ def test_what_cannot_be_is_refused_by_its_option(call: Any, named: str) -> None:
 
 
 def test_times_are_read() -> None:
-    assert [parse_duration(text) for text in ("90", "60s", "15m", "1.5h", " 0 ")] == [90, 60, 900, 5400, 0]
+    assert [parse_duration("--timeout", text) for text in ("90", "60s", "15m", "1.5h", " 0 ")] == [
+        90,
+        60,
+        900,
+        5400,
+        0,
+    ]
 
 
 def test_placeholders_are_replaced_per_type_and_other_braces_stay() -> None:
