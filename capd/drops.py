@@ -14,7 +14,7 @@ from capd_client.protocol.key import Key
 if TYPE_CHECKING:
     from capd.store.catalog.rows import SessionRow
 
-__all__ = ["BY_CHOICE", "REMEDIES", "describe_drops", "drops_of", "left_out", "lost"]
+__all__ = ["REMEDIES", "REQUESTED", "describe_drops", "drops_of", "left_out", "lost"]
 
 REMEDIES: dict[str, str] = {
     DropReason.ARENA_FULL.value: "raise CAPD_ARENA_BYTES, or wait for room: CAPD_POLICY=block, CAPD_MAX_BLOCK_MS",
@@ -38,18 +38,18 @@ REMEDIES: dict[str, str] = {
     DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) interrupted them",
 }
 
-BY_CHOICE = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
+REQUESTED = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
 """The reasons that the user asked for. Summaries report them as left out, not as lost."""
 
 
 def lost(dropped: Mapping[str, int]) -> dict[str, int]:
     """Return the drops that nobody asked for, by reason."""
-    return {reason: count for reason, count in dropped.items() if count and reason not in BY_CHOICE}
+    return {reason: count for reason, count in dropped.items() if count and reason not in REQUESTED}
 
 
 def left_out(dropped: Mapping[str, int]) -> dict[str, int]:
     """Return the drops that the user's settings ask for, by reason."""
-    return {reason: count for reason, count in dropped.items() if count and reason in BY_CHOICE}
+    return {reason: count for reason, count in dropped.items() if count and reason in REQUESTED}
 
 
 def describe_drops(dropped: Mapping[str, int], why_full: str | None = None) -> str | None:
@@ -102,5 +102,5 @@ def drops_of(sessions: Iterable[SessionRow]) -> list[dict[str, Any]]:
         {"reason": reason, "count": count, **_WITHOUT_KEY} for reason, count in keyless.items() if count > 0
     ]
     return sorted(
-        drops, key=lambda drop: (drop["reason"] in BY_CHOICE, -drop["count"], drop["reason"], str(drop))
+        drops, key=lambda drop: (drop["reason"] in REQUESTED, -drop["count"], drop["reason"], str(drop))
     )

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from capd.errors import NO_SPACE, CapdError, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
-__all__ = ["ExportedFile", "held", "locked_directory", "output_directory", "write_new"]
+__all__ = ["ExportedFile", "directory_lock", "locked_directory", "output_directory", "write_new"]
 
 _EXPORT_TEMPORARY = ".capd-export-"
 
@@ -34,12 +34,8 @@ class ExportedFile:
 
 
 @contextlib.contextmanager
-def held(directory: Path, busy: str) -> Iterator[None]:
-    """Hold the lock of a directory.
-
-    Args:
-        directory: The directory.
-        busy: The message of the StoreBusy.
+def directory_lock(directory: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of a directory. `busy` is the message of the StoreBusy.
 
     Raises:
         StoreBusy: Another process holds the lock.
@@ -74,7 +70,7 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.enter_context(held(path, busy))
+            stack.enter_context(directory_lock(path, busy))
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise StoreFull(f"cannot create {path}: {what_is_full(error, path)}") from error

@@ -120,22 +120,14 @@ def _root(
     """Capture the tensors of a running training job into Zarr, bit for bit."""
     ctx.obj["debug"] = debug
     if version:
-        _print_versions(as_json)
+        from capd.cli.output import print_either, versions
+
+        found = versions()
+        print_either(found, [f"{name} {value}" for name, value in found.items()], as_json=as_json)
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(2)
-
-
-def _print_versions(as_json: bool) -> None:
-    from capd.cli.output import print_json, versions
-
-    found = versions()
-    if as_json:
-        print_json(found)
-        return
-    for name, value in found.items():
-        typer.echo(f"{name} {value}")
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -14,7 +14,7 @@ from capd.strict_json import json_number
 from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = [
-    "human_count", "human_nbytes", "human_number", "json_number", "note", "print_json",
+    "human_count", "human_nbytes", "human_number", "json_number", "note", "print_either", "print_json",
     "print_lines", "print_table", "table_lines", "versions",
 ]  # fmt: skip
 
@@ -31,6 +31,14 @@ def print_lines(lines: Iterable[str]) -> None:
 def print_json(value: Any) -> None:
     """Write `value` as one JSON document to stdout, unrounded; floats go through `json_number` first."""
     print_lines([json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def print_either(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Write the document as JSON, or the lines that say the same to people."""
+    if as_json:
+        print_json(document)
+    else:
+        print_lines(lines)
 
 
 def note(message: str) -> None:

@@ -87,10 +87,6 @@ class Sources:
 def found_in(place: Path, options: SourceOptions) -> Sources:
     """Find the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
-    Args:
-        place: A run, a directory of runs, or a directory of tensor files.
-        options: The choice of runs, and the tests that a series must pass.
-
     Raises:
         NothingMatched: If no series passes the tests. Tensor files are tested only when they are loaded.
     """

@@ -16,17 +16,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from capd.collect.request import CollectionMode, CollectionRequest
 from capd.collect.watching import COLLECTED, Outcome
 from capd.errors import ConfigError, StoreError
-from capd.output_directory import held
+from capd.output_directory import directory_lock
 from capd.store.documents.names import component
 
 __all__ = [
     "CollectionState",
     "TypeState",
-    "alone",
     "directory_of",
     "load",
+    "locked",
+    "paths_of_try",
     "save",
-    "tried",
     "unfinished",
     "write_text",
 ]
@@ -150,15 +150,15 @@ def unfinished(store: Path, request: CollectionRequest, command: Sequence[str]) 
     return None
 
 
-def alone(directory: Path) -> AbstractContextManager[None]:
+def locked(directory: Path) -> AbstractContextManager[None]:
     """Lock the collection inside the block. Raises StoreBusy if another process collects there."""
     busy = (
         f"{directory.stem} is being collected by another `capd run`; wait for it, or choose another --run-id"
     )
-    return held(directory, busy)
+    return directory_lock(directory, busy)
 
 
-def tried(directory: Path, one: TypeState) -> tuple[Path, Path]:
+def paths_of_try(directory: Path, one: TypeState) -> tuple[Path, Path]:
     """Return the directory and the log of a type's current try. Tries after the first one have a number in the name."""
     name = component(one.quant_type) + (f"~{one.tries}" if one.tries > 1 else "")
     return directory / "runs" / name, directory / "logs" / f"{name}.log"

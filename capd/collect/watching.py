@@ -71,7 +71,7 @@ class Watcher:
         # The number of processes without one: they train no captured module, or have not begun.
         self._silent = 0
         # The micro-batches of the rank with the fewest.
-        self.kept = 0
+        self.micro_batches = 0
 
     def look(self, look: Observation) -> Ending | None:
         """Return the reason to end a running job now, None to let it continue."""
@@ -94,10 +94,7 @@ class Watcher:
     def over(self, look: Observation, asked: Ending | None, code: int) -> Ending:
         """Decide how the job ended, after all its captures have arrived.
 
-        Args:
-            look: The last observation.
-            asked: The reason for which the job was ended, None if it ended by itself.
-            code: The job's exit code.
+        `asked` is the reason for which the job was ended, None if it ended by itself.
         """
         self._see(look)
         ending = self._by_itself(code) if asked is None else asked
@@ -122,7 +119,7 @@ class Watcher:
         if self._ranks and self._records and self._request.micro_batches:
             return Ending(
                 "incomplete",
-                f"the job ended with {self.kept} of {self._request.micro_batches} micro-batches; let it train "
+                f"the job ended with {self.micro_batches} of {self._request.micro_batches} micro-batches; let it train "
                 "longer, or lower --control-iter",
             )
         return Ending("ended", "the job ended by itself")
@@ -133,7 +130,7 @@ class Watcher:
         self._ranks = _farthest(look.ranks)
         count = max((one.local_world_size for one in self._ranks), default=0)
         self._silent = max(0, count - len(self._ranks))
-        self.kept = min((one.kept for one in self._ranks), default=0)
+        self.micro_batches = min((one.kept for one in self._ranks), default=0)
 
     def _all(self, *states: QuotaState) -> bool:
         return bool(self._ranks) and all(one.state in states for one in self._ranks)

@@ -13,7 +13,7 @@ from capd.cli.app import VERBS
 from capd.cli.store.counters import Counters
 from capd.cli.store.ls import FIELDS
 from capd.config import DaemonSettings
-from capd.drops import BY_CHOICE, REMEDIES, describe_drops
+from capd.drops import REMEDIES, REQUESTED, describe_drops
 from capd_client import tensor_saver
 from capd_client.config.file import FileSettings, WhenSettings
 from capd_client.config.settings import _SETTINGS
@@ -158,8 +158,8 @@ def anchors(text: str) -> set[str]:
 def test_every_drop_reason_is_explained_and_has_a_remedy_or_was_chosen() -> None:
     reasons = {reason.value for reason in DropReason}
 
-    assert set(REMEDIES) | BY_CHOICE == reasons
-    assert set(REMEDIES).isdisjoint(BY_CHOICE)
+    assert set(REMEDIES) | REQUESTED == reasons
+    assert set(REMEDIES).isdisjoint(REQUESTED)
     assert {reason for reason in reasons if f"| `{reason}` |" not in page("concepts")} == set()
 
 

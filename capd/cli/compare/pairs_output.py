@@ -35,16 +35,7 @@ def print_differences(
     *,
     stopped: bool,
 ) -> None:
-    """Print the differences.
-
-    Args:
-        request: The request, which chooses JSON, CSV or a table.
-        found: The differences.
-        pairing: The pairs, and the records without a counterpart.
-        ignored: The fields in which the records of a pair may differ.
-        counts: The numbers of records of both sides.
-        stopped: Whether the comparison stopped at the first divergence.
-    """
+    """Print the differences as JSON, as CSV or as a table. `counts`: the numbers of records of both sides."""
     from capd.report.differences import DIFFERENCE_COLUMNS, plain_difference
 
     groups = [

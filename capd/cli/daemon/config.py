@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from capd.cli.options import Config, Json, flag
-from capd.cli.output import note, print_json, print_lines, table_lines
+from capd.cli.output import note, print_either, table_lines
 
 __all__ = ["app"]
 
@@ -63,11 +63,12 @@ def show(
         values[name]["chosen"] = value
     job = _job_values(daemon.path)
     file = None if daemon.path is None else str(daemon.path)
-    if as_json:
-        print_json({"file": file, "daemon": values, "job": job})
-        return
-    print_lines([f"file: {file or 'none'}", "", "daemon (capd serve, capd run)", *_table(values)])
-    print_lines(["", "job (capd_client, in the training process)", *_table(job)])
+    lines = [
+        f"file: {file or 'none'}",
+        *("", "daemon (capd serve, capd run)", *_table(values)),
+        *("", "job (capd_client, in the training process)", *_table(job)),
+    ]
+    print_either({"file": file, "daemon": values, "job": job}, lines, as_json=as_json)
 
 
 @app.command(short_help="Print the settings that cannot be used.")
@@ -102,10 +103,8 @@ def check(
             except CapdError as error:
                 problems.append(str(error))
     problems += misspelt_variables()
-    if as_json:
-        print_json(problems)
-    else:
-        print_lines(problems or [f"{path or 'the environment'}: nothing wrong"])
+    right = [f"{path or 'the environment'}: nothing wrong"]
+    print_either(problems, problems or right, as_json=as_json)
     if problems:
         raise typer.Exit(2)
 

@@ -151,12 +151,7 @@ def join(endpoint: str, run_id: str | None) -> Companion:
 
 
 def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
-    """Start a private daemon on `store` and wait until it answers.
-
-    Args:
-        store: The root of the store.
-        run_id: The run of the job, None for a new one.
-        config: The settings file, None for the default.
+    """Start a private daemon on `store` and wait until it answers. Without a `run_id`, the run is a new one.
 
     Raises:
         typer.Exit: If the daemon refuses to start, with the daemon's exit code. Its message is on stderr. The job

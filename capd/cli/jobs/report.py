@@ -47,16 +47,9 @@ def check_report(directory: Path | None, *, endpoint: str, nodes: int) -> None:
 
 
 def reported(code: int, store: Path | None, run_id: str | None, directory: Path | None) -> int:
-    """Draw a run into the directory.
+    """Draw a run into the directory, if there is one, and return the exit code of the command.
 
-    Args:
-        code: The exit code of the job.
-        store: The root of the store, None if it is unknown.
-        run_id: The run, None if it is unknown.
-        directory: The directory of the report, None for no report.
-
-    Returns:
-        The exit code of the command. It is `code`, but 1 instead of 0 if the report is not whole.
+    It is the job's exit code, but 1 instead of 0 if the report is not whole.
     """
     if directory is None:
         return code

@@ -70,8 +70,7 @@ class Startup:
     def why_nothing(self, connected: bool) -> str:
         """Return why the job has captured nothing, from the notes of its processes.
 
-        Args:
-            connected: Whether some rank was connected.
+        `connected` says whether some rank was connected.
         """
         notes = self._read()
         if connected and ("empty" not in notes or "watched" in notes):

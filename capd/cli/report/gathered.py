@@ -25,13 +25,7 @@ def choices_of(formats: str) -> tuple[FormatChoice, ...]:
 def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> GatheredRecords:
     """Read all records. Records that cannot be read or measured are named on stderr and counted.
 
-    Args:
-        found: The records.
-        series: Whether to keep the sums of each series, too.
-        asked: Further arguments of `capd.report.gather.gather`.
-
-    Raises:
-        CapdError: As `Sources.gather` does.
+    `series`: whether to keep the sums of each series, too. Raises CapdError as `Sources.gather` does.
     """
     from capd.report.gather import GatheredRecords
     from capd.report.series import SeriesSummaries

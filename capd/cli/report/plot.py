@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capd.cli.options import Json, flag, grouped, option
-from capd.cli.output import print_json, print_lines
+from capd.cli.output import print_either
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, found_in
 from capd.errors import CapdError, ConfigError, NothingMatched
@@ -18,7 +18,6 @@ from capd.errors import CapdError, ConfigError, NothingMatched
 if TYPE_CHECKING:
     from capd.report.figures.kinds import FigureKind, Wanted
     from capd.report.figures.style import Look, Page
-    from capd.report.gather import GatheredRecords
 
 __all__ = ["plot"]
 
@@ -115,7 +114,11 @@ def plot(
     if not pages:
         raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
     written = _write(pages, out, look, force=force)
-    _print_written(kind, written, gathered, as_json)
+    print_either(
+        {"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)},
+        [f"{path}: {kind} of {contents(gathered)}" for path in written],
+        as_json=as_json,
+    )
     raise typer.Exit(found.exit_code(gathered))
 
 
@@ -191,10 +194,3 @@ def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Pat
     for path, page in zip(paths, pages, strict=True):
         write_single(path, page.image(out.suffix[1:].lower(), look), replace=force)
     return paths
-
-
-def _print_written(kind: str, written: list[Path], gathered: GatheredRecords, as_json: bool) -> None:
-    if as_json:
-        print_json({"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)})
-        return
-    print_lines([f"{path}: {kind} of {contents(gathered)}" for path in written])

@@ -11,7 +11,7 @@ import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.options import Json, flag, grouped, option
-from capd.cli.output import human_count, human_nbytes, print_json, print_lines
+from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, Sources, found_in
@@ -200,10 +200,9 @@ def _draw(directory: ReportDirectory, gathered: GatheredRecords) -> CapdError | 
 def _print_written(
     where: dict[str, str], files: Sequence[str], gathered: GatheredRecords, as_json: bool
 ) -> None:
-    if as_json:
-        print_json({**where, **contents_json(gathered), "files": list(files)})
-        return
-    size = human_nbytes(gathered.groups.whole().raw_bytes)
-    print_lines(
-        [f"{next(iter(where.values()))}: {contents(gathered)}; {size} raw, {human_count(len(files), 'file')}"]
+    whole = f"{human_nbytes(gathered.groups.whole().raw_bytes)} raw, {human_count(len(files), 'file')}"
+    print_either(
+        {**where, **contents_json(gathered), "files": list(files)},
+        [f"{next(iter(where.values()))}: {contents(gathered)}; {whole}"],
+        as_json=as_json,
     )

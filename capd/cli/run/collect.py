@@ -18,17 +18,17 @@ from capd.cli.jobs.process_group import leaving_on_signals
 from capd.cli.jobs.report import note_undrawn, reported
 from capd.cli.jobs.settings import ResolvedJob
 from capd.cli.options import flag, option
-from capd.cli.output import note, print_json, print_lines
+from capd.cli.output import note, print_either
 from capd.cli.run.collection import Collection, TypeJob
 from capd.collect.placeholders import fill, parse_variables, shared_places
 from capd.collect.request import MODES, CollectionRequest, make_request
 from capd.collect.state import (
     CollectionState,
     TypeState,
-    alone,
     directory_of,
     load,
-    tried,
+    locked,
+    paths_of_try,
     unfinished,
     write_text,
 )
@@ -162,18 +162,7 @@ def run_collection(
     *,
     label_only: bool,
 ) -> int:
-    """Check, collect and report.
-
-    Args:
-        request: The collection run.
-        command: The job, with placeholders.
-        options: The options for collections only.
-        place: The daemon, store and run to capture to.
-        settings: The settings of the job and of its daemon.
-        label_only: Whether to emulate nothing: the quant types are only labels.
-
-    Returns:
-        The exit code of `capd run`.
+    """Check, collect and report. Return the exit code of `capd run`.
 
     Raises:
         ConfigError: If a check fails. Nothing was started.
@@ -192,7 +181,7 @@ def run_collection(
         note(warning)
     make_directory(directory)
     try:
-        with alone(directory), leaving_on_signals():
+        with locked(directory), leaving_on_signals():
             Collection(request, state, directory, jobs, place, settings).run()
     except (KeyboardInterrupt, SystemExit):
         note(f"interrupted; the same command continues run {run_id}")
@@ -264,7 +253,7 @@ def _jobs(
     for index, one in enumerate(state.types):
         if one.quant_type not in request.types:
             continue
-        run_dir, _ = tried(directory, one.model_copy(update={"tries": one.tries + 1}))
+        run_dir, _ = paths_of_try(directory, one.model_copy(update={"tries": one.tries + 1}))
         filled = fill(
             command,
             options.variables,
@@ -309,7 +298,4 @@ def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -
         note(f"there is no report, as nothing was captured into {run}")
         document = {"types": [one.model_dump() for one in state.types]}
         lines = type_lines(document["types"])
-    if as_json:
-        print_json(document)
-    else:
-        print_lines(lines)
+    print_either(document, lines, as_json=as_json)

@@ -19,7 +19,7 @@ from capd.cli.run.collection_daemon import CollectedRun
 from capd.cli.run.collection_terminal import Display, progress_text
 from capd.collect.placeholders import Filled
 from capd.collect.request import CollectionRequest
-from capd.collect.state import CollectionState, TypeState, save, tried, write_text
+from capd.collect.state import CollectionState, TypeState, paths_of_try, save, write_text
 from capd.collect.watching import Ending, Watcher
 from capd.store.disk.files import make_directory
 
@@ -53,16 +53,7 @@ class Collection:
         place: Place,
         settings: ResolvedJob,
     ) -> None:
-        """Prepare the collection.
-
-        Args:
-            request: The collection run.
-            state: The types and their progress until now.
-            directory: The collection's directory.
-            jobs: The job of each requested type.
-            place: The daemon, store and run to capture to.
-            settings: The settings of the job and of its daemon.
-        """
+        """Prepare the collection. `jobs` has the job of each requested type."""
         self._request, self._state, self._directory = request, state, directory
         self._jobs, self._place, self._settings = jobs, place, settings
         self._display = Display()
@@ -88,7 +79,7 @@ class Collection:
 
     def _collect(self, one: TypeState) -> None:
         one.begin_try()
-        one.log = str(tried(self._directory, one)[1])
+        one.log = str(paths_of_try(self._directory, one)[1])
         began = time.monotonic()
         ending = Ending("interrupted", "capd run itself was ended, or could not continue")
         filled, choice = self._jobs[one.quant_type]
@@ -170,7 +161,7 @@ class Collection:
         if asked is None:
             one.exit_code = code if code >= 0 else 128 - code
         ending = watcher.over(look, asked, one.exit_code or 0)
-        one.records, one.micro_batches = run.records, watcher.kept
+        one.records, one.micro_batches = run.records, watcher.micro_batches
         return ending
 
     def _watch_job(
@@ -180,7 +171,7 @@ class Collection:
         began, expected = time.monotonic(), self._expected()
         while job.process.poll() is None:
             ending = watcher.look(run.look())
-            one.records, one.micro_batches = run.records, watcher.kept
+            one.records, one.micro_batches = run.records, watcher.micro_batches
             if ending is not None:
                 return ending
             seconds = time.monotonic() - began

@@ -50,12 +50,7 @@ class CollectedRun:
     """
 
     def __init__(self, companion: Companion, documents: Path) -> None:
-        """Remember the sessions that the run already has.
-
-        Args:
-            companion: The daemon.
-            documents: The directory where the job's processes write their progress.
-        """
+        """Remember the sessions that the run already has. Processes of the job write to `documents`."""
         self._companion, self._documents = companion, documents
         self.view = _asked(companion, REPLY_TIMEOUT_S)
         run = None if self.view is None else self.view.run
@@ -66,11 +61,7 @@ class CollectedRun:
         self.records = 0
 
     def look(self, *, last: bool = False) -> Observation:
-        """Ask the daemon and the job for their progress.
-
-        Args:
-            last: Whether the job is over. The daemon then gets more time, and it must answer.
-        """
+        """Ask the daemon and the job for their progress. The last time, the daemon gets more time and must answer."""
         self.view = _asked(self._companion, _LAST_REPLY_S if last else _WATCH_REPLY_S)
         run = None if self.view is None else self.view.run
         sessions = [] if run is None else [one for one in run.sessions if one.client not in self._earlier]

@@ -76,15 +76,7 @@ class Display:
 def progress_text(
     one: TypeState, request: CollectionRequest, view: DaemonView | None, expected: int | None, seconds: float
 ) -> str:
-    """Return the line of progress for the job of a type.
-
-    Args:
-        one: The type.
-        request: The collection's request.
-        view: The daemon's reply, None if it does not answer.
-        expected: The number of records that the type should reach, None if unknown.
-        seconds: The time that the job has run.
-    """
+    """Return the line of progress for the job of a type. `expected`: the records that the type should reach."""
     wanted = f" of {request.micro_batches:,}" if request.micro_batches else ""
     parts = [
         one.quant_type,

@@ -13,7 +13,7 @@ import typer
 
 from capd.cli.jobs.settings import JobOptions
 from capd.cli.options import Command, Json, flag, grouped, option
-from capd.cli.output import note, print_json, print_lines
+from capd.cli.output import note, print_either
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
@@ -98,10 +98,7 @@ def plan(
         )
         _check_seen(seen, code, timeout_s, startup.why_nothing)
     found = _plan(seen, daemon, ended=code == 0)
-    if as_json:
-        print_json(found)
-    else:
-        print_lines(plan_lines(found, every_series=every_series))
+    print_either(found, plan_lines(found, every_series=every_series), as_json=as_json)
     if not all(rank["complete"] for rank in found["ranks"]):
         note("no step of some ranks was finished: their figures cover only the part that ran")
         raise typer.Exit(1)

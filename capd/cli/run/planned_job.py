@@ -45,12 +45,7 @@ class PlannedJob(GroupJob):
     def wait(self, timeout_s: float, *, all_nodes: bool) -> int | None:
         """Wait until every rank is planned, the job has ended, or `timeout_s` has passed.
 
-        Args:
-            timeout_s: The longest wait, in seconds.
-            all_nodes: Whether to wait for the ranks of all nodes, not only of this one.
-
-        Returns:
-            The exit code of the job, None while it runs.
+        Return the exit code of the job, None while it runs. `all_nodes`: whether every rank means those of all nodes.
         """
         deadline, first_complete = time.monotonic() + timeout_s, 0.0
         while time.monotonic() < deadline:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from capd.cli.options import Json, grouped, option
-from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
+from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
@@ -131,13 +131,7 @@ def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to
             progress.add(file.raw_nbytes)
             files, records = files + 1, records + file.records
             nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
-    if as_json:
-        found = {"files": files, "records": records, "bytes": nbytes, "raw_bytes": raw_nbytes}
-        print_json({"directory": str(out), "format": to, **found})
-        return
-    of = (
-        f"{human_count(records, 'record')} in {human_count(files, 'file')}"
-        if to != "parquet"
-        else f"{human_count(records, 'row')}"
-    )
-    print_lines([f"{out}: {of}, {human_nbytes(nbytes)}"])
+    where = {"directory": str(out), "format": to}
+    found = {"files": files, "records": records, "bytes": nbytes, "raw_bytes": raw_nbytes}
+    of = f"{human_count(records, 'record')} in {human_count(files, 'file')}"
+    print_either({**where, **found}, [f"{out}: {of}, {human_nbytes(nbytes)}"], as_json=as_json)

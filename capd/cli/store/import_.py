@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.options import Config, Json, StoreRoot, option
-from capd.cli.output import human_count, human_nbytes, print_json, print_lines
+from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
@@ -81,10 +81,8 @@ def import_files(
         outcomes = _Outcomes(progress)
         _import(settings, name, files, layer_base, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
-    if as_json:
-        print_json({"run": str(run), "files": len(files), **outcomes.plain()})
-    else:
-        print_lines([f"{run}: {outcomes}"])
+    document = {"run": str(run), "files": len(files), **outcomes.plain()}
+    print_either(document, [f"{run}: {outcomes}"], as_json=as_json)
     raise typer.Exit(1 if outcomes.skipped else 0)
 
 

@@ -22,6 +22,8 @@ FIELDS = (
     "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
 )  # fmt: skip
 COUNTABLE = (*FIELDS[1:12], "kept")
+_SERIES = ("path", "dtype", "shape", "kept")
+_TOTALS = ("records", "raw", "stored")
 
 
 @grouped
@@ -67,10 +69,12 @@ def ls(
     if as_json:
         print_json(items[:limit])
         return
-    if by is None:
-        _print_series(items[:limit])
-    else:
-        _print_counts(items[:limit], by)
+    header = _SERIES if by is None else (by, "series")
+    rows = [
+        (*(_series_cells(item) if by is None else _count_cells(item, by)), *_totals(item))
+        for item in items[:limit]
+    ]
+    print_table((*header, *_TOTALS), rows, right=(*_TOTALS, "series"))
     note(_summary(path.name, found))
 
 
@@ -98,36 +102,17 @@ def _count_by(rows: Iterable[SeriesListing], field: str) -> list[dict[str, Any]]
     return sorted(groups.values(), key=lambda group: (group[field] is None, group[field]))
 
 
-def _print_series(items: Sequence[dict[str, Any]]) -> None:
-    header = ("path", "dtype", "shape", "kept", "records", "raw", "stored")
-    rows = [
-        (
-            item["path"],
-            item["dtype"],
-            "×".join(map(str, item["shape"][1:])) or "scalar",
-            item["kept"],
-            human_count(item["records"]),
-            human_nbytes(item["raw_bytes"]),
-            human_nbytes(item["stored_bytes"]),
-        )
-        for item in items
-    ]
-    print_table(header, rows, right=("records", "raw", "stored"))
+def _series_cells(item: dict[str, Any]) -> tuple[str, ...]:
+    return item["path"], item["dtype"], "×".join(map(str, item["shape"][1:])) or "scalar", item["kept"]
 
 
-def _print_counts(items: Sequence[dict[str, Any]], field: str) -> None:
-    header = (field, "series", "records", "raw", "stored")
-    rows = [
-        (
-            "none" if item[field] is None else str(item[field]) or '""',
-            human_count(item["series"]),
-            human_count(item["records"]),
-            human_nbytes(item["raw_bytes"]),
-            human_nbytes(item["stored_bytes"]),
-        )
-        for item in items
-    ]
-    print_table(header, rows, right=header[1:])
+def _count_cells(item: dict[str, Any], field: str) -> tuple[str, ...]:
+    value = item[field]
+    return "none" if value is None else str(value) or '""', human_count(item["series"])
+
+
+def _totals(item: dict[str, Any]) -> tuple[str, ...]:
+    return human_count(item["records"]), human_nbytes(item["raw_bytes"]), human_nbytes(item["stored_bytes"])
 
 
 def _summary(name: str, rows: Sequence[SeriesListing]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from capd.cli.options import flag, option
-from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines, table_lines
+from capd.cli.output import human_count, human_nbytes, note, print_either, print_lines, table_lines
 from capd.cli.stores import RunOption, StoreArgument
 from capd.drops import describe_drops, left_out, lost
 from capd.errors import ConfigError, EndpointError
@@ -61,10 +61,7 @@ def stats(
     counters = source.read()
     if source.problem and store is None:
         note(f"{source.problem}; these are the counters of the store")
-    if as_json:
-        print_json(counters.model_dump())
-    else:
-        print_lines(render(counters))
+    print_either(counters.model_dump(), render(counters), as_json=as_json)
 
 
 def _drops(source: Source, as_json: bool) -> None:
@@ -74,10 +71,7 @@ def _drops(source: Source, as_json: bool) -> None:
     from capd.drops import drops_of
 
     found = drops_of(capd.open(source.read().path).sessions)
-    if as_json:
-        print_json(found)
-    else:
-        print_lines(drop_lines(found))
+    print_either(found, drop_lines(found), as_json=as_json)
 
 
 def _watch(source: Source, interval_s: float, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from capd.collect.request import CollectionRequest
-from capd.collect.state import CollectionState, alone, directory_of, load, save, tried, unfinished
+from capd.collect.state import CollectionState, directory_of, load, locked, paths_of_try, save, unfinished
 from capd.errors import ConfigError, StoreBusy, StoreError
 
 ASKED = CollectionRequest("batch", ("bf16", "Mx/8"), 3, 2, "complete", 60.0, 900.0)
@@ -73,7 +73,7 @@ def test_each_try_has_a_directory_of_its_own_whatever_the_type_is_called(tmp_pat
     places = []
     for one in state.types:
         for one.tries in (1, 2):
-            places += tried(tmp_path, one)
+            places += paths_of_try(tmp_path, one)
 
     assert len(set(places)) == 8
     assert places[:4] == [
@@ -87,10 +87,10 @@ def test_two_commands_do_not_collect_into_one_run_at_once(tmp_path: Path) -> Non
     directory.mkdir()
 
     with (
-        alone(directory),
+        locked(directory),
         pytest.raises(StoreBusy, match="r is being collected by another"),
-        alone(directory),
+        locked(directory),
     ):
         pass
-    with alone(directory):
+    with locked(directory):
         pass

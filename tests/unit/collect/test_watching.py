@@ -29,12 +29,12 @@ def test_it_is_complete_once_every_local_rank_is() -> None:
     assert outcome(watcher, 1) is None
     assert outcome(watcher, 2, rank(0, "complete", ranks=2), records=5) is None  # the other has not begun
     assert outcome(watcher, 3, rank(0, "complete", ranks=2), rank(1, "collecting", 1, 2), records=9) is None
-    assert watcher.kept == 1
+    assert watcher.micro_batches == 1
     assert outcome(watcher, 4, rank(0, "complete", ranks=2), rank(1, "reached", 2, 2), records=10) is None
     assert (
         outcome(watcher, 5, rank(0, "complete", ranks=2), rank(1, "complete", 2, 2), records=10) == "complete"
     )
-    assert watcher.kept == 2
+    assert watcher.micro_batches == 2
 
 
 def test_of_a_rank_that_was_restarted_the_process_that_got_farthest_counts() -> None:
@@ -65,7 +65,7 @@ def test_a_rank_that_captures_nothing_is_waited_for_as_long_as_records_come() ->
     assert (
         ending.reason == "2 micro-batches of 1 of 2 ranks (the rest captures nothing), no new record for 60 s"
     )
-    assert watcher.kept == 2
+    assert watcher.micro_batches == 2
 
 
 def test_stable_is_an_ending_only_where_it_was_asked_for_and_something_has_come() -> None:
