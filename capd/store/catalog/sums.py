@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 from collections import Counter
@@ -24,7 +23,6 @@ __all__ = [
     "catalog_problems",
     "read_slice",
     "read_sums",
-    "series_now",
     "series_of_record",
 ]
 
@@ -44,17 +42,6 @@ class RecordSums(msgspec.Struct):
     raw_nbytes: int = 0
     stored_nbytes: int = 0
     shapes: set[tuple[int, ...]] = set()
-
-
-def series_now(catalog: Path, path: str) -> SeriesRow | None:
-    """Return the current row of a series; None if there is none.
-
-    Raises:
-        StoreError: The catalog cannot be opened.
-        sqlite3.DatabaseError: A row is not valid.
-    """
-    with contextlib.closing(connect_read_only(catalog)) as database:
-        return next((row for row in read_series(database, path)), None)
 
 
 def catalog_problems(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional, Union
@@ -42,7 +42,7 @@ __all__ = [
     "Frame", "FrameKind",
     "RecordHead", "RecordRow", "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload",
     "decode_row", "encode_commit", "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound",
-    "read_frame", "session_of", "walk",
+    "read_frame", "session_of", "sound_end", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -214,6 +214,12 @@ class FileHeader(msgspec.Struct, array_like=True):
     series: Optional[SeriesHeader] = None
     shard: int = 0
 
+    def foreign(self, run_ids: Container[str], node: str) -> str:
+        """Return how it names another run or node; "" if it does not."""
+        if self.run_id in run_ids and self.node == node:
+            return ""
+        return f"it belongs to run {self.run_id!r} of node {self.node!r}"
+
 
 def frame(kind: FrameKind, payload: bytes, *marks: int, **named_marks: int) -> bytes:
     """Return the 48 header bytes that precede `payload` in the file, with the marks of `frame_header`.
@@ -290,6 +296,16 @@ def walk(fd: int, offset: int, end: int) -> Iterator[Frame]:
     while (found := read_frame(fd, offset, end)) is not None:
         yield found
         offset = found.offset + found.nbytes
+
+
+def sound_end(fd: int, end: int) -> int:
+    """Return the offset up to which all frames before `end` match their checksums."""
+    at = 0
+    for found in walk(fd, 0, end):
+        if not payload_is_sound(found, os.pread(fd, found.nbytes, found.offset)):
+            break
+        at = found.offset + found.nbytes
+    return at
 
 
 _decoders: dict[FrameKind, msgspec.msgpack.Decoder[Any]] = {

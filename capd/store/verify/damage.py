@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +45,7 @@ class Damage:
 
 @dataclass(slots=True)
 class Report:
-    """All findings in one run. records: the number of records found. nbytes: the bytes read and checked."""
+    """The findings in a run or in a part of it. records: the number found. nbytes: the bytes read and checked."""
 
     run: Path
     series: int = 0
@@ -58,23 +59,33 @@ class Report:
         """Whether no damage was found."""
         return not self.damaged
 
-    def add(self, records: int, nbytes: int, damaged: Iterable[Damage], notes: Iterable[str]) -> None:
-        """Add the findings in one part of the run."""
-        self.records += records
-        self.nbytes += nbytes
-        self.damaged += damaged
-        self.notes += notes
+    def add(self, part: Report) -> None:
+        """Add the findings in a part of the run."""
+        self.records += part.records
+        self.nbytes += part.nbytes
+        self.damaged += part.damaged
+        self.notes += part.notes
+
+    def find(
+        self,
+        kind: Kind,
+        path: Path,
+        what: str,
+        *,
+        series: str = "",
+        records: Iterable[int] = (),
+        offset: int | None = None,
+        node: str = "",
+    ) -> None:
+        """Add damage in the file `path`."""
+        file = str(path.relative_to(self.run))
+        self.damaged.append(Damage(kind, series, tuple(records), file, offset, what, node))
 
 
 def fold(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges: "0-3,7"."""
     parts: list[str] = []
-    start = previous = numbers[0]
-    for number in (*numbers[1:], None):
-        if number is not None and number == previous + 1:
-            previous = number
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        if number is not None:
-            start = previous = number
+    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in pairs]
+        parts.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
     return ",".join(parts)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from capd.errors import DamagedRecord
 from capd.store.format.codecs import crc32c
 from capd.store.format.frames import Frame, RecordRow, SeriesHeader, payload_is_sound
 from capd.store.format.sharding_index import index_nbytes, read_index
 from capd.store.scan.scan import ScannedShard, read_shard
+from capd.store.verify.series import SeriesPromise
 
-__all__ = ["CheckedFile", "FileDamage", "check_file"]
-
-
-@dataclass(frozen=True, slots=True)
-class FileDamage:
-    """One finding in a file. records: the damaged numbers. offset: the byte in the file, None for the whole file."""
-
-    records: tuple[int, ...]
-    offset: int | None
-    what: str
+__all__ = ["CheckedFile", "check_file"]
 
 
 @dataclass(slots=True)
@@ -32,7 +25,6 @@ class CheckedFile:
 
     Attributes:
         rows: The rows in its COMMITs, by record number.
-        findings: The damage.
         nbytes: The bytes checked.
         header: The series that its HEADER names.
         is_foreign: It belongs to another shard, or is unreadable.
@@ -41,7 +33,6 @@ class CheckedFile:
     """
 
     rows: dict[int, RecordRow] = field(default_factory=dict)
-    findings: list[FileDamage] = field(default_factory=list)
     nbytes: int = 0
     header: SeriesHeader | None = None
     is_foreign: bool = False
@@ -49,24 +40,14 @@ class CheckedFile:
     index: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def check_file(
-    path: Path,
-    header: SeriesHeader,
-    number: int,
-    expected: int,
-    owner: tuple[frozenset[str], str],
-    *,
-    sealed: bool,
-) -> CheckedFile | None:
-    """Check the file of a shard.
+# Takes the damaged records, the byte in the file (None for the whole file) and the description.
+Find: TypeAlias = Callable[[Iterable[int], int | None, str], None]
 
-    Args:
-        path: The file.
-        header: The series.
-        number: The number of the shard.
-        expected: All records of this shard below this number must be in the file.
-        owner: The run ids and the node that its HEADER may name.
-        sealed: Whether the file is sealed, so it has an index.
+
+def check_file(
+    path: Path, promise: SeriesPromise, number: int, expected: int, find: Find, *, sealed: bool
+) -> CheckedFile | None:
+    """Check the file of a shard, which must have all records of the shard below `expected`.
 
     Returns:
         The result, or None if the file does not exist (any more).
@@ -79,23 +60,17 @@ def check_file(
     except FileNotFoundError:
         return None
     try:
-        return _Check(fd, header, number, expected, owner, sealed=sealed).run()
+        return _Check(fd, promise, number, expected, find, sealed=sealed).run()
     finally:
         os.close(fd)
 
 
 class _Check:
     def __init__(
-        self,
-        fd: int,
-        header: SeriesHeader,
-        number: int,
-        expected: int,
-        owner: tuple[frozenset[str], str],
-        *,
-        sealed: bool,
+        self, fd: int, promise: SeriesPromise, number: int, expected: int, find: Find, *, sealed: bool
     ) -> None:
-        self._fd, self._header, self._number, self._owner = fd, header, number, owner
+        self._fd, self._promise, self._number, self._find = fd, promise, number, find
+        self._header = header = promise.header
         self._sealed = sealed
         self._begin = number * header.geometry.shard_records
         self._expected = range(self._begin, min(expected, self._begin + header.geometry.shard_records))
@@ -116,9 +91,9 @@ class _Check:
             return self._unusable("the file is empty" if size == 0 else "is not a regular file")
         if (scanned.header.path, scanned.shard) != (self._header.path, self._number):
             return self._unusable(f"holds shard {scanned.shard} of {scanned.header.path}")
-        ids, node = self._owner
-        if scanned.file is not None and (scanned.file.run_id not in ids or scanned.file.node != node):
-            return self._unusable(f"belongs to run {scanned.file.run_id!r}, node {scanned.file.node!r}")
+        owner = (self._promise.run_ids, self._promise.node)
+        if scanned.file is not None and (foreign := scanned.file.foreign(*owner)):
+            return self._unusable(foreign)
         self.out.header = scanned.header
         self.out.rows = scanned.rows
         end = size - index_nbytes(self._header.geometry.shard_slots) if self._sealed else scanned.end
@@ -131,9 +106,6 @@ class _Check:
         self.out.is_foreign = True
         self._find(self._expected, None, what)
         return self.out
-
-    def _find(self, records: Iterable[int], offset: int | None, what: str) -> None:
-        self.out.findings.append(FileDamage(tuple(sorted(records)), offset, what))
 
     def _visit(self, fd: int, frame: Frame) -> None:
         payload = os.pread(fd, frame.nbytes, frame.offset)
@@ -204,17 +176,12 @@ class _Check:
             records = self._records_of(slots, numbers)
             what = "chunk fails its checksum" if records else "a chunk that no record uses fails its checksum"
             self._find(records, offset, what)
+        geometry = self._header.geometry
         for record, row in scanned.rows.items():
-            missing = [o for o in self._ordinals(row) if self._slot(record, o) not in self.out.index]
+            ordinals = [0] if geometry.is_small else [ordinal for ordinal, _ in geometry.chunks(row.shape)]
+            missing = [o for o in ordinals if geometry.slot(record, o) not in self.out.index]
             if missing and self.out.index:
                 self._find([record], None, f"chunks {missing} are not in the index")
-
-    def _ordinals(self, row: RecordRow) -> Sequence[int]:
-        geometry = self._header.geometry
-        return [0] if geometry.is_small else [ordinal for ordinal, _ in geometry.chunks(row.shape)]
-
-    def _slot(self, record: int, ordinal: int) -> int:
-        return self._header.geometry.slot(record, ordinal)
 
     def _records_of(self, slots: Iterable[int], rows: Iterable[int]) -> set[int]:
         """Return the records with elements in these chunks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from capd.errors import NotAStore, StoreError
 from capd.store.catalog.opening import EmptyCatalog, connect_read_only
@@ -14,8 +16,8 @@ from capd.store.catalog.sums import RecordSums, catalog_problems, read_sums
 from capd.store.disk.layout import PARTIAL_GLOB
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
-from capd.store.scan.scan import ScannedLog, read_log, scan_shard
-from capd.store.verify.damage import Damage, Kind
+from capd.store.scan.scan import read_log, scan_shard
+from capd.store.verify.damage import Kind, Report
 
 __all__ = ["NodePromise", "look_at_node"]
 
@@ -29,32 +31,32 @@ class NodePromise:
 
     Attributes:
         directory: The directory.
+        report: The damage and the notes.
         catalog: The catalog file, None if it is unusable.
         rows: The series as the catalog counts them, by path.
         sums: The sums over the record rows of each series, by series id.
         logged: The rows of small records in logs, by series path and number.
         headers: The headers of unsealed series, by path.
         unsealed: The number after the newest record in a `.partial`, by series path.
-        nbytes: The bytes read.
-        damaged: The damage.
-        notes: The notes.
     """
 
     directory: Path
+    report: Report
     catalog: Path | None = None
     rows: dict[str, SeriesRow] = field(default_factory=dict)
     sums: dict[int, RecordSums] = field(default_factory=dict)
     logged: dict[str, dict[int, RecordRow]] = field(default_factory=dict)
     headers: dict[str, SeriesHeader] = field(default_factory=dict)
     unsealed: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-    damaged: list[Damage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The name of the node."""
         return self.directory.name.removeprefix("node=")
+
+    def find(self, kind: Kind, path: Path, what: str, **place: Any) -> None:
+        """Add damage to the report."""
+        self.report.find(kind, path, what, node=self.name, **place)
 
 
 def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePromise:
@@ -63,60 +65,31 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
     Raises:
         NotAStore: The catalog has a newer format.
     """
-    node = NodePromise(directory)
+    node = NodePromise(directory, Report(run))
     _read_catalog(run, node)
-    spool = directory / "spool"
-    for path in sorted(spool.glob(LOG_GLOB)):
-        try:
-            _read_log(run, run_ids, node, path)
-        except FileNotFoundError:
-            # All its records are in shards now.
-            continue
-        except OSError as error:
-            _find(run, node, "spool", "", (), path, None, f"cannot be read: {error.strerror}")
-    for path in sorted(spool.glob(PARTIAL_GLOB)):
-        try:
-            _read_partial(run, run_ids, node, path)
-        except FileNotFoundError:
-            # It was sealed in the meantime.
-            continue
-        except OSError as error:
-            _find(run, node, "spool", "", (), path, None, f"cannot be read: {error.strerror}")
+    for pattern, read in ((LOG_GLOB, _read_log), (PARTIAL_GLOB, _read_partial)):
+        for path in sorted((directory / "spool").glob(pattern)):
+            try:
+                read(node, path, run_ids)
+            except FileNotFoundError:
+                # All its records are in shards now, or it was sealed.
+                continue
+            except OSError as error:
+                node.find("spool", path, f"cannot be read: {error.strerror}")
     quarantine = directory / "quarantine"
     if quarantine.is_dir() and (kept := sorted(path.name for path in quarantine.iterdir())):
-        node.notes.append(
+        node.report.notes.append(
             f"{quarantine.relative_to(run)}: {len(kept)} entries kept for inspection: {kept[0]}, …"
         )
     return node
 
 
-def _find(
-    run: Path,
-    node: NodePromise,
-    kind: Kind,
-    series: str,
-    records: tuple[int, ...],
-    path: Path,
-    offset: int | None,
-    what: str,
-) -> None:
-    file = str(path.relative_to(run))
-    node.damaged.append(Damage(kind, series, records, file, offset, what, node.name))
-
-
 def _read_catalog(run: Path, node: NodePromise) -> None:
-    path = node.directory / CATALOG_NAME
-    if _holds_nothing(run, node.directory) and not _has_tables(path):
-        node.notes.append(
-            f"{path.relative_to(run)}: does not exist yet, and no record is stored; the next start creates it"
-        )
-        return
-    if not path.is_file():
-        _find(run, node, "catalog", "", (), path, None, "the catalog is missing")
-        return
+    path, holds_nothing = node.directory / CATALOG_NAME, _holds_nothing(run, node.directory)
     try:
-        database = connect_read_only(path)
-        try:
+        if not path.is_file():
+            raise EmptyCatalog("it is missing")
+        with contextlib.closing(connect_read_only(path)) as database:
             check = database.execute("PRAGMA quick_check(1)").fetchone()[0]
             if check != "ok":
                 raise sqlite3.DatabaseError(check)
@@ -129,34 +102,25 @@ def _read_catalog(run: Path, node: NodePromise) -> None:
             if node.sums.keys() - identities:
                 raise sqlite3.DatabaseError("it has records of series that it does not know")
             if database.execute("SELECT 1 FROM meta WHERE name='complete'").fetchone() is None:
-                node.notes.append(
+                node.report.notes.append(
                     f"{path.relative_to(run)}: incomplete; the next start reads the frames again"
                 )
-        finally:
-            database.close()
     except NotAStore:
         raise
     except (StoreError, *_DAMAGED) as error:
         node.rows, node.sums = {}, {}
-        _find(run, node, "catalog", "", (), path, None, f"the catalog is damaged: {error}")
+        if holds_nothing and isinstance(error, EmptyCatalog):
+            # A kill during the first start of a run leaves no catalog, or a file without tables.
+            node.report.notes.append(
+                f"{path.relative_to(run)}: does not exist yet, and no record is stored; the next start creates it"
+            )
+        else:
+            what = f"the catalog is damaged: {error}" if path.is_file() else "the catalog is missing"
+            node.find("catalog", path, what)
         return
     node.catalog = path
     for series, what in problems:
-        _find(run, node, "catalog", series, (), path, None, what)
-
-
-def _has_tables(path: Path) -> bool:
-    """Return whether a catalog exists. A kill during the first start of a run leaves none, or a file without tables."""
-    if not path.is_file():
-        return False
-    try:
-        connect_read_only(path).close()
-    except EmptyCatalog:
-        return False
-    except (StoreError, sqlite3.DatabaseError):
-        # The file is damaged, but not empty.
-        pass
-    return True
+        node.find("catalog", path, what, series=series)
 
 
 def _holds_nothing(run: Path, directory: Path) -> bool:
@@ -166,54 +130,46 @@ def _holds_nothing(run: Path, directory: Path) -> bool:
     )
 
 
-def _read_log(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path) -> None:
+def _read_log(node: NodePromise, path: Path, run_ids: frozenset[str]) -> None:
     size = path.stat().st_size
     log = read_log(path, check=True)
     if log is None:
         if size:
-            _find(run, node, "spool", "", (), path, 0, "it is not a small log")
+            node.find("spool", path, "it is not a small log", offset=0)
         return
-    node.nbytes += log.end
-    if log.file is None:
-        _find(run, node, "spool", "", (), path, 0, "the header is damaged")
-    elif log.file.run_id not in run_ids or log.file.node != node.name:
-        what = f"belongs to run {log.file.run_id!r}, node {log.file.node!r}"
-        _find(run, node, "spool", "", (), path, 0, what)
-        return
-    for logged in log.records:
+    node.report.nbytes += log.end
+    foreign = "" if log.file is None else log.file.foreign(run_ids, node.name)
+    if foreign or log.file is None:
+        node.find("spool", path, foreign or "the header is damaged", offset=0)
+    for logged in () if foreign else log.records:
+        at = offset_of(logged.place)
         if logged.header is None:
-            where = f"the series of sequence {logged.row.sequence} is lost"
-            _find(run, node, "spool", "", (), path, offset_of(logged.place), where)
+            what = f"the series of sequence {logged.row.sequence} is lost"
+            node.find("spool", path, what, offset=at)
             continue
         series = logged.header.path
         node.headers.setdefault(series, logged.header)
         node.logged.setdefault(series, {})[logged.record] = logged.row
         if not logged.is_sound:
             what = "a small record fails its checksum"
-            _find(run, node, "spool", series, (logged.record,), path, offset_of(logged.place), what)
-    _check_gaps(run, node, path, log)
-
-
-def _check_gaps(run: Path, node: NodePromise, path: Path, log: ScannedLog) -> None:
-    for start, stop in log.gaps:
+            node.find("spool", path, what, series=series, records=[logged.record], offset=at)
+    for start, stop in () if foreign else log.gaps:
         # A gap after the last COMMIT belongs to an interrupted write.
         if start < log.end:
             what = f"no intact frame up to byte {stop}; the records there are lost"
-            _find(run, node, "spool", "", (), path, start, what)
+            node.find("spool", path, what, offset=start)
 
 
-def _read_partial(run: Path, run_ids: frozenset[str], node: NodePromise, path: Path) -> None:
+def _read_partial(node: NodePromise, path: Path, run_ids: frozenset[str]) -> None:
     # The size is read first, because a new file gets its header later.
     size = path.stat().st_size
     scanned = scan_shard(path)
-    if scanned is None:
-        if size:
-            _find(run, node, "spool", "", (), path, 0, "it does not begin with an intact header")
-        return
-    file = scanned.file
-    if file is not None and (file.run_id not in run_ids or file.node != node.name):
-        _find(run, node, "spool", "", (), path, 0, f"belongs to run {file.run_id!r}, node {file.node!r}")
-        return
-    node.headers.setdefault(scanned.header.path, scanned.header)
-    end = max(node.unsealed.get(scanned.header.path, 0), scanned.newest + 1)
-    node.unsealed[scanned.header.path] = end
+    what = "it does not begin with an intact header" if scanned is None and size else ""
+    if scanned is not None and scanned.file is not None:
+        what = scanned.file.foreign(run_ids, node.name)
+    if what:
+        node.find("spool", path, what, offset=0)
+    elif scanned is not None:
+        series = scanned.header.path
+        node.headers.setdefault(series, scanned.header)
+        node.unsealed[series] = max(node.unsealed.get(series, 0), scanned.newest + 1)

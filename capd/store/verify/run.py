@@ -19,10 +19,10 @@ from capd.errors import NotAStore, StoreError
 from capd.store.disk.layout import series_on_disk
 from capd.store.documents.zarr_json import read_group, run_attributes
 from capd.store.format.frames import FORMAT_VERSION
-from capd.store.verify.damage import Damage, Report
+from capd.store.verify.damage import Kind, Report
 from capd.store.verify.node import NodePromise, look_at_node
-from capd.store.verify.series import promise_of
-from capd.store.verify.shard import SeriesPromise, ShardResult, check_shard
+from capd.store.verify.series import SeriesPromise, promise_of
+from capd.store.verify.shard import check_shard
 from capd.store.verify.tree import foreign_files, group_documents, group_problem
 
 __all__ = ["run_identity", "verify_run"]
@@ -50,14 +50,15 @@ def verify_run(
     ids = frozenset({run_identity(run, report), run.stem})
     threads = threads or min(8, len(os.sched_getaffinity(0)))
     nodes = [look_at_node(run, directory, ids) for directory in sorted((run / ".capd").glob("node=*"))]
-    if any(node.damaged for node in nodes):
+    if any(node.report.damaged for node in nodes):
         time.sleep(_SECOND_LOOK_S)
         nodes = [look_at_node(run, node.directory, ids) for node in nodes]
     for node in nodes:
-        report.add(0, node.nbytes, node.damaged, node.notes)
-    report.add(0, 0, group_documents(run), ())
+        report.add(node.report)
+    for group, problem in group_documents(run):
+        report.find("metadata", group, problem)
     with ThreadPoolExecutor(threads, thread_name_prefix="capd-verify") as pool:
-        waiting: deque[Future[ShardResult]] = deque()
+        waiting: deque[Future[Report]] = deque()
         for path in _series_paths(run, nodes):
             report.series += 1
             for check in _checks_of(run, ids, path, nodes):
@@ -95,7 +96,7 @@ def run_identity(run: Path, report: Report | None = None) -> str:
     except NotAStore as error:
         if report is None or not _is_ours(run):
             raise
-        report.damaged.append(Damage("run", "", (), "zarr.json", None, str(error)))
+        report.find("run", run / "zarr.json", str(error))
         return run.stem
 
 
@@ -109,16 +110,13 @@ def _is_ours(run: Path) -> bool:
     return not newer and any((run / ".capd").glob("node=*"))
 
 
-def _collect(
-    waiting: deque[Future[ShardResult]], report: Report, progress: Callable[[int], None] | None
-) -> None:
-    found = waiting.popleft().result()
-    report.add(found.records, found.nbytes, found.damaged, found.notes)
+def _collect(waiting: deque[Future[Report]], report: Report, progress: Callable[[int], None] | None) -> None:
+    report.add(waiting.popleft().result())
     if progress is not None:
         progress(report.nbytes)
 
 
-def _twice(check: Callable[[], ShardResult]) -> ShardResult:
+def _twice(check: Callable[[], Report]) -> Report:
     found = check()
     if found.damaged:
         time.sleep(_SECOND_LOOK_S)
@@ -138,7 +136,7 @@ def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
 
 def _checks_of(
     run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
-) -> Iterator[Callable[[], ShardResult]]:
+) -> Iterator[Callable[[], Report]]:
     """Yield one check for the metadata of a series, and one for each of its shards."""
     promise, found = promise_of(run, ids, path, nodes)
     yield lambda: found
@@ -148,11 +146,12 @@ def _checks_of(
         yield lambda number=number: _shard(promise, number)  # type: ignore[misc]
 
 
-def _shard(promise: SeriesPromise, number: int) -> ShardResult:
+def _shard(promise: SeriesPromise, number: int) -> Report:
     try:
         return check_shard(promise, number)
     except (OSError, StoreError, *_DAMAGED) as error:
-        what = f"shard {number} cannot be checked: {error}"
-        kind = "shard" if isinstance(error, OSError) else "catalog"
-        damage = Damage(kind, promise.header.path, (), promise.header.path, None, what, promise.node)  # type: ignore[arg-type]
-        return ShardResult(damaged=[damage])
+        report = Report(promise.run)
+        kind: Kind = "shard" if isinstance(error, OSError) else "catalog"
+        what, path = f"shard {number} cannot be checked: {error}", promise.header.path
+        report.find(kind, promise.run / path, what, series=path, node=promise.node)
+        return report

@@ -2,43 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
 from capd.errors import DamagedRecord, StoreError
-from capd.store.catalog.rows import SeriesRow
-from capd.store.catalog.sums import RecordSums, series_now
+from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.rows import SeriesRow, read_series
+from capd.store.catalog.sums import RecordSums
 from capd.store.format.dtypes import stored_shape
-from capd.store.format.frames import SeriesHeader
+from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.scan.described import array_problems, described, group_problems
 from capd.store.scan.published import Published, read_array, read_published
 from capd.store.scan.scan import scan_shard
 from capd.store.scan.survey import shard_files
-from capd.store.verify.damage import Damage, Kind
+from capd.store.verify.damage import Kind, Report
 from capd.store.verify.node import NodePromise
-from capd.store.verify.shard import SeriesPromise, ShardResult
 
-__all__ = ["promise_of"]
+__all__ = ["SeriesPromise", "promise_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesPromise:
+    """The promised content of a series, read before its shards.
+
+    Attributes:
+        run: The directory of the run.
+        run_ids: The run ids that a HEADER may name.
+        node: The node that wrote the series.
+        header: The header of the series.
+        catalog: The node's catalog and the series' id in it, None without a usable catalog.
+        known: The number of records that the catalog counted.
+        count: The minimum number of records, but no more than all files can hold.
+        published: The published columns, None if the metadata is damaged.
+        shape: The shape that plain Zarr readers see.
+        logged: The rows of the records in small logs, by number.
+        files: The sealed shards, by number.
+    """
+
+    run: Path
+    run_ids: frozenset[str]
+    node: str
+    header: SeriesHeader
+    catalog: tuple[Path, int] | None
+    known: int
+    count: int
+    published: Published | None
+    shape: tuple[int, ...]
+    logged: Mapping[int, RecordRow]
+    files: Mapping[int, Path]
+
+    @property
+    def shape0(self) -> int:
+        """The number of records that plain Zarr readers see."""
+        return self.shape[0]
+
+    def shards(self) -> list[int]:
+        """Return the numbers of all shards that exist or should exist."""
+        per_shard = self.header.geometry.shard_records
+        logged = {number // per_shard for number in self.logged}
+        return sorted({*range(-(-self.count // per_shard)), *self.files, *logged})
+
+    @property
+    def spool(self) -> Path:
+        """The directory of the node's `.partial` files."""
+        return self.run / ".capd" / f"node={self.node}" / "spool"
 
 
 def promise_of(
     run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
-) -> tuple[SeriesPromise | None, ShardResult]:
+) -> tuple[SeriesPromise | None, Report]:
     """Return the promise of a series (None if its header is unknown), and the damage in its metadata."""
-    found = ShardResult()
+    found = Report(run)
     node = next((node for node in nodes if path in node.rows), None)
 
     def damage(file: str, what: str, kind: Kind = "metadata") -> None:
-        owner = "" if node is None else node.name
-        found.damaged.append(Damage(kind, path, (), f"{path}/{file}", None, what, owner))
+        found.find(kind, run / path / file, what, series=path, node="" if node is None else node.name)
 
-    document = _array(run / path, damage)
+    def read(reader: Callable[[Path], T], file: str) -> T | None:
+        try:
+            return reader(run / path)
+        except DamagedRecord as error:
+            damage(file, str(error))
+            return None
+
+    document = read(read_array, "data/zarr.json")
     shape = (0,) if document is None else tuple(document["shape"])
-    published = _published(run / path, damage)
+    published = read(read_published, "zarr.json")
     files = shard_files(run / path)
     if node is None:
         node = next((n for n in nodes if path in n.headers or (published and n.name == published.node)), None)
@@ -112,26 +169,12 @@ def _holds(row: SeriesRow, shape: tuple[int, ...]) -> bool:
 
 def _row_now(catalog: Path, path: str) -> SeriesRow | None:
     """Return the current row of a series. The first one may be old, because checking a large run takes minutes."""
-    try:
-        return series_now(catalog, path)
-    except (StoreError, sqlite3.DatabaseError):
-        return None
-
-
-def _array(series: Path, damage: Callable[[str, str], None]) -> dict[str, Any] | None:
-    try:
-        return read_array(series)
-    except DamagedRecord as error:
-        damage("data/zarr.json", str(error))
-        return None
-
-
-def _published(series: Path, damage: Callable[[str, str], None]) -> Published | None:
-    try:
-        return read_published(series)
-    except DamagedRecord as error:
-        damage("zarr.json", str(error))
-        return None
+    with (
+        contextlib.suppress(StoreError, sqlite3.DatabaseError),
+        contextlib.closing(connect_read_only(catalog)) as database,
+    ):
+        return next(iter(read_series(database, path)), None)
+    return None
 
 
 def _header(run: Path, node: NodePromise | None, path: str, files: dict[int, Path]) -> SeriesHeader | None:

@@ -6,85 +6,27 @@ shape, the logs). Then come the files that must keep them. Last come the catalog
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import msgspec
 
 from capd.errors import DamagedRecord
 from capd.store.catalog.sums import Slice, read_slice
-from capd.store.disk.layout import partial_path
+from capd.store.disk.layout import partial_path, shard_path
 from capd.store.format.dtypes import stored_shape
-from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
+from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow
 from capd.store.format.ranges import RangeSet
-from capd.store.scan.published import Published
-from capd.store.verify.damage import Damage, Kind
+from capd.store.verify.damage import Kind, Report
 from capd.store.verify.file import CheckedFile, check_file
+from capd.store.verify.series import SeriesPromise
 
-__all__ = ["SeriesPromise", "ShardResult", "check_shard"]
+__all__ = ["check_shard"]
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesPromise:
-    """The promised content of a series, read before its shards.
-
-    Attributes:
-        run: The directory of the run.
-        run_ids: The run ids that a HEADER may name.
-        node: The node that wrote the series.
-        header: The header of the series.
-        catalog: The node's catalog and the series' id in it, None without a usable catalog.
-        known: The number of records that the catalog counted.
-        count: The minimum number of records, but no more than all files can hold.
-        published: The published columns, None if the metadata is damaged.
-        shape: The shape that plain Zarr readers see.
-        logged: The rows of the records in small logs, by number.
-        files: The sealed shards, by number.
-    """
-
-    run: Path
-    run_ids: frozenset[str]
-    node: str
-    header: SeriesHeader
-    catalog: tuple[Path, int] | None
-    known: int
-    count: int
-    published: Published | None
-    shape: tuple[int, ...]
-    logged: Mapping[int, RecordRow]
-    files: Mapping[int, Path]
-
-    @property
-    def shape0(self) -> int:
-        """The number of records that plain Zarr readers see."""
-        return self.shape[0]
-
-    def shards(self) -> list[int]:
-        """Return the numbers of all shards that exist or should exist."""
-        per_shard = self.header.geometry.shard_records
-        logged = {number // per_shard for number in self.logged}
-        return sorted({*range(-(-self.count // per_shard)), *self.files, *logged})
-
-    @property
-    def spool(self) -> Path:
-        """The directory of the node's `.partial` files."""
-        return self.run / ".capd" / f"node={self.node}" / "spool"
-
-
-@dataclass(slots=True)
-class ShardResult:
-    """The result for a shard. records: the number of records. nbytes: the bytes read."""
-
-    records: int = 0
-    nbytes: int = 0
-    damaged: list[Damage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def check_shard(promise: SeriesPromise, number: int) -> ShardResult:
+def check_shard(promise: SeriesPromise, number: int) -> Report:
     """Check shard `number`.
 
     Raises:
@@ -101,17 +43,17 @@ class _ShardCheck:
         self._range = range(number * per_shard, (number + 1) * per_shard)
         # The records that a finding already names.
         self._seen: set[int] = set()
-        self.out = ShardResult()
+        self.out = Report(promise.run)
 
-    def run(self) -> ShardResult:
+    def run(self) -> Report:
         promise = self._promise
         partial = partial_path(promise.spool, promise.header.path, self._number)
         open_file = self._file(partial, self._range.start, sealed=False)
-        path = promise.files.get(self._number, self._final())
+        path = promise.files.get(self._number) or shard_path(promise.run, promise.header, self._number)
         sealed = self._file(path, promise.shape0, sealed=True)
         if sealed is None and promise.shape0 > self._range.start:
             lost = range(self._range.start, min(promise.shape0, self._range.stop))
-            self._find("shard", lost, path, None, "the shard is missing")
+            self._find("shard", lost, path, "the shard is missing")
         rows = {n: row for n, row in promise.logged.items() if n in self._range}
         for file in (open_file, sealed):
             rows |= {} if file is None or file.is_foreign else file.rows
@@ -121,26 +63,22 @@ class _ShardCheck:
         self._check_catalog(rows, nameless, sealed)
         return self.out
 
-    def _final(self) -> Path:
-        zeros = ["0"] * len(self._promise.header.geometry.extents)
-        return self._promise.run.joinpath(self._promise.header.path, "data", "c", str(self._number), *zeros)
-
     def _file(self, path: Path, expected: int, *, sealed: bool) -> CheckedFile | None:
         promise = self._promise
-        owner = (promise.run_ids, promise.node)
-        found = check_file(path, promise.header, self._number, expected, owner, sealed=sealed)
+        kind: Kind = "shard" if sealed else "spool"
+
+        def find(records: Iterable[int], offset: int | None, what: str) -> None:
+            self._find(kind, records, path, what, offset)
+
+        found = check_file(path, promise, self._number, expected, find, sealed=sealed)
         if found is None:
             return None
         self.out.nbytes += found.nbytes
-        for finding in found.findings:
-            self._find("shard" if sealed else "spool", finding.records, path, finding.offset, finding.what)
         if found.rewritten:
             relative = path.relative_to(promise.run)
             self.out.notes.append(f"{relative}: a Zarr tool rewrote it: it is readable, but has no journal")
         if found.header is not None and found.header != promise.header and not found.is_foreign:
-            self._find(
-                "catalog", (), path, None, "the catalog describes the series differently than its HEADER"
-            )
+            self._find("catalog", (), path, "the catalog describes the series differently than its HEADER")
         return found
 
     def _nameless(self, sealed: CheckedFile | None) -> set[int]:
@@ -150,13 +88,12 @@ class _ShardCheck:
         return set(range(self._range.start, min(self._promise.shape0, self._range.stop))) - sealed.rows.keys()
 
     def _find(
-        self, kind: Kind, records: range | tuple[int, ...], path: Path, offset: int | None, what: str
+        self, kind: Kind, records: Iterable[int], path: Path, what: str, offset: int | None = None
     ) -> None:
-        promise = self._promise
+        promise, records = self._promise, sorted(records)
         self._seen.update(records)
-        file = str(path.relative_to(promise.run))
-        self.out.damaged.append(
-            Damage(kind, promise.header.path, tuple(records), file, offset, what, promise.node)
+        self.out.find(
+            kind, path, what, series=promise.header.path, records=records, offset=offset, node=promise.node
         )
 
     def _check_columns(self, sealed: CheckedFile | None) -> None:
@@ -168,25 +105,21 @@ class _ShardCheck:
         try:
             columns = published.rows(self._range.start, stop)
         except DamagedRecord as error:
-            self._find("metadata", range(self._range.start, stop), path, None, str(error))
+            self._find("metadata", range(self._range.start, stop), path, str(error))
             return
         large = [
             n for n in range(self._range.start, stop) if n in sealed.rows and self._exceeds(sealed.rows[n])
         ]
         if large:
             path = self._promise.run / header.path / "data" / "zarr.json"
-            self._find(
-                "metadata", tuple(large), path, None, "the array's shape is too small for these records"
-            )
+            self._find("metadata", large, path, "the array's shape is too small for these records")
         wrong = [
             number
             for number, column in enumerate(columns, self._range.start)
             if (row := sealed.rows.get(number)) is not None and column != (row.moment, row.shape)
         ]
         if wrong:
-            self._find(
-                "metadata", tuple(wrong), path, None, "published moments or shapes contradict the commits"
-            )
+            self._find("metadata", wrong, path, "published moments or shapes contradict the commits")
 
     def _exceeds(self, row: RecordRow) -> bool:
         shape = stored_shape(self._promise.header.dtype, row.shape)
@@ -201,22 +134,22 @@ class _ShardCheck:
         try:
             found = read_slice(path, identity, self._range.start, self._range.stop)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            self._find("catalog", (), path, None, f"rows of the series cannot be read: {error}")
+            self._find("catalog", (), path, f"rows of the series cannot be read: {error}")
             return
         in_shard = {} if sealed is None or sealed.is_foreign else sealed.rows
         for number, what in self._row_problems(rows, found, in_shard.keys()):
-            self._find("catalog", (number,), path, None, f"table records, row {(identity, number)}: {what}")
+            self._find("catalog", (number,), path, f"table records, row {(identity, number)}: {what}")
         lost = [number for number, row in found.rows.items() if row.is_lost and number not in self._seen]
         if lost:
-            self._find("shard", tuple(lost), path, None, "no file describes these records any more")
+            self._find("shard", lost, path, "no file describes these records any more")
         absent = sorted((in_shard.keys() | nameless) - found.rows.keys())
         if absent:
-            self._find("catalog", tuple(absent), path, None, "sealed records are not in the catalog")
+            self._find("catalog", absent, path, "sealed records are not in the catalog")
         held = rows.keys() | nameless | self._seen
         gone = [n for n in found.rows if n not in held and n < self._promise.known]
         if gone:
             kind: Kind = "shard" if gone[0] < self._promise.shape0 else "spool"
-            self._find(kind, tuple(gone), path, None, "records of the catalog are in no file")
+            self._find(kind, gone, path, "records of the catalog are in no file")
 
     def _row_problems(
         self, rows: Mapping[int, RecordRow], found: Slice, in_shard: Set[int]
