@@ -123,9 +123,9 @@ class CatalogPlace:
         live: The catalog that the daemon writes; often the same file.
     """
 
-    def __init__(self, node_directory: Path, name: str = CATALOG_NAME) -> None:
-        self.published = node_directory / name
-        self.live = live_catalog(node_directory).with_name(name)
+    def __init__(self, node_directory: Path) -> None:
+        self.published = node_directory / CATALOG_NAME
+        self.live = live_catalog(node_directory)
         self._spool = node_directory / "spool"
 
     @property

@@ -205,8 +205,34 @@ class Catalog:
         with self._guard():
             self._unpublished = True
             self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            # The rows of a series are adjacent in the table.
+            together = sorted(records, key=itemgetter(0))
             with self._transaction():
-                self._write(records, totals, acked, moved)
+                self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", together)
+                self._db.executemany(
+                    "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
+                    ((stored, series, first, end) for series, first, end, stored in moved),
+                )
+                self._db.executemany(
+                    "UPDATE series SET records=?, sealed=?, sealing=?, max_shape=?, raw_bytes=?, stored_bytes=? "
+                    "WHERE id=?",
+                    (
+                        (
+                            t.records,
+                            t.sealed,
+                            t.sealing,
+                            _shape_text(t.max_shape),
+                            t.raw_bytes,
+                            t.stored_bytes,
+                            t.id,
+                        )
+                        for t in totals
+                    ),
+                )
+                self._db.executemany(
+                    "INSERT OR REPLACE INTO acked VALUES (?, ?)",
+                    ((client, msgspec.msgpack.encode(ranges)) for client, ranges in acked.items()),
+                )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -217,32 +243,6 @@ class Catalog:
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
-
-    def _write(
-        self,
-        records: Sequence[NewRow],
-        totals: Iterable[SeriesRow],
-        acked: dict[bytes, list[tuple[int, int]]],
-        moved: Iterable[tuple[int, int, int, int]],
-    ) -> None:
-        # The rows of a series are adjacent in the table.
-        together = sorted(records, key=itemgetter(0))
-        self._db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", together)
-        self._db.executemany(
-            "UPDATE records SET stored_nbytes=? WHERE series=? AND record>=? AND record<?",
-            ((stored, series, first, end) for series, first, end, stored in moved),
-        )
-        self._db.executemany(
-            "UPDATE series SET records=?, sealed=?, sealing=?, max_shape=?, raw_bytes=?, stored_bytes=? WHERE id=?",
-            (
-                (t.records, t.sealed, t.sealing, _shape_text(t.max_shape), t.raw_bytes, t.stored_bytes, t.id)
-                for t in totals
-            ),
-        )
-        self._db.executemany(
-            "INSERT OR REPLACE INTO acked VALUES (?, ?)",
-            ((client, msgspec.msgpack.encode(ranges)) for client, ranges in acked.items()),
-        )
 
     def sequences(self) -> Iterator[tuple[bytes, int]]:
         """Yield client and sequence of every record."""

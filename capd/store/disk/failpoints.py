@@ -50,8 +50,7 @@ NAMES = (
     "recover.after_partials",
     "recover.after_seals",
     "recover.after_logs",
-    "mend.before_rename",  # the intact part of a damaged journal, copied
-    "catalog.before_swap",  # a rebuilt catalog
+    "recover.before_rename",  # the intact records of a damaged file, copied
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP, "int": signal.SIGINT}

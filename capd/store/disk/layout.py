@@ -242,7 +242,7 @@ class Layout:
             known = owned(path)
             if known is None and (self._build(candidate) or self._build_again(candidate)):
                 return candidate
-            holder = msgspec.to_builtins(known) if known else self._holder(path).get("key")
+            holder = msgspec.to_builtins(known) if known else self.holder(path).get("key")
             if holder not in (None, msgspec.to_builtins(header.key)) and "~k" not in base:
                 collided = msgspec.structs.replace(header, path=names.collided(base, header.key))
                 return self.claim(collided, owned)
@@ -250,7 +250,7 @@ class Layout:
 
     def _build_again(self, header: SeriesHeader) -> bool:
         """Reuse a claim of this key that was abandoned before its first record."""
-        holder = self._holder(header.path)
+        holder = self.holder(header.path)
         if holder and holder.get("key") != msgspec.to_builtins(header.key):
             return False
         if holder.get("node", self.node) != self.node or has_shards(self.run / header.path):
@@ -258,11 +258,11 @@ class Layout:
         remove_tree(self.run / header.path)
         return self._build(header)
 
-    def _holder(self, path: str) -> dict[str, Any]:
+    def holder(self, path: str) -> dict[str, Any]:
         """Return the attributes of the series at `path`; empty if they cannot be read."""
         try:
             found = (read_group(self.run / path) or {}).get("attributes", {}).get("capd", {})
-        except NotAStore:
+        except (NotAStore, AttributeError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -27,7 +27,7 @@ from capd.store.disk.files import (
     truncate,
     unlink,
 )
-from capd.store.format.frames import payload_is_sound, walk
+from capd.store.format.frames import sound_end
 
 __all__ = ["LostWrites", "OpenFiles", "rewrite"]
 
@@ -194,10 +194,5 @@ def rewrite(ends: Mapping[Path, int], files: OpenFiles, root: Path) -> None:
 
 
 def _check(fd: int, path: Path, end: int) -> None:
-    at = 0
-    for frame in walk(fd, 0, end):
-        if not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset)):
-            break
-        at = frame.offset + frame.nbytes
-    if at != end:
+    if (at := sound_end(fd, end)) != end:
         raise LostWrites(f"{path} lost the data after byte {at} when a sync failed")

@@ -16,15 +16,8 @@ from typing import Generic, TypeVar
 from capd.store.disk.files import opened
 from capd.store.disk.layout import PARTIAL_GLOB
 from capd.store.format.frames import RecordRow, SeriesHeader
-from capd.store.format.log_places import LOG_GLOB, LogPlace, log_number
-from capd.store.scan.scan import (
-    ScannedLog,
-    ScannedShard,
-    read_further_log,
-    read_further_shard,
-    read_log,
-    scan_shard,
-)
+from capd.store.format.log_places import LOG_GLOB, LogPlace
+from capd.store.scan.scan import ScannedLog, ScannedShard, read_log, scan_shard
 
 __all__ = ["Spool", "SpooledSeries"]
 
@@ -118,14 +111,12 @@ class Spool:
         self._logs = _read_all(
             self.directory.glob(LOG_GLOB),
             self._logs,
-            read_log,
-            lambda fd, path, known: read_further_log(fd, log_number(path), known),
+            lambda path, before: read_log(path, before=before),
         )
         self._shards = _read_all(
             self.directory.glob(PARTIAL_GLOB),
             self._shards,
-            scan_shard,
-            lambda fd, _, known: read_further_shard(fd, known),
+            lambda path, before: scan_shard(path, before=before),
         )
         for log in self._logs.values():
             for logged in log.scanned.records:
@@ -145,18 +136,18 @@ class Spool:
 def _read_all(
     paths: Iterable[Path],
     before: Mapping[str, _Read[S]],
-    scan: Callable[[Path], S | None],
-    further: Callable[[int, Path, S], S],
+    scan: Callable[[Path, S | None], S | None],
 ) -> dict[str, _Read[S]]:
     found: dict[str, _Read[S]] = {}
     for path in sorted(paths):
         with contextlib.suppress(FileNotFoundError), opened(path) as fd:
             size, known = os.fstat(fd).st_size, before.get(path.name)
-            if known is not None and known.still_holds(fd):
-                grew = size != known.size
-                found[path.name] = _Read.of(fd, size, further(fd, path, known.scanned)) if grew else known
-            elif (fresh := scan(path)) is not None:
-                found[path.name] = _Read.of(fd, size, fresh)
+            if known is not None and not known.still_holds(fd):
+                known = None
+            if known is not None and size == known.size:
+                found[path.name] = known
+            elif (scanned := scan(path, known.scanned if known else None)) is not None:
+                found[path.name] = _Read.of(fd, size, scanned)
     return found
 
 

@@ -6,8 +6,8 @@ rename and catalog mark is published again.
 
 Damage in the spool costs only the damaged records. A run always opens:
 
-- A `.partial` that lost a COMMIT in its middle is rewritten without that record (`capd.store.recover.mend`). So is a
-  log that lost a record.
+- A `.partial` that lost a COMMIT in its middle is rewritten without that record. So is a log that lost a record
+  (`capd.store.recover.damaged_files`).
 - An unreadable file moves to the quarantine with a warning. So does a file of another run, node or place.
 - Elements in a `.partial` are checked here only after a loss of power (`capd.store.disk.power`). Otherwise a reader or
   `capd verify` finds their damage.
@@ -27,20 +27,19 @@ from pathlib import Path
 from capd.errors import StoreError, StoreFull
 from capd.space import if_full
 from capd.store.catalog.place import CatalogPlace
-from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.catalog.writer import Catalog
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import remove_tree, unlink
-from capd.store.disk.layout import PARTIAL_GLOB, Layout, node_directory, partial_path, shard_path
+from capd.store.disk.layout import Layout, node_directory, shard_path
 from capd.store.disk.open_files import OpenFiles
 from capd.store.format.frames import UNKNOWN_CLIENT, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB
-from capd.store.recover.mend import set_aside
-from capd.store.recover.partials import records_on_disk, take_up_partials
-from capd.store.recover.series_tree import beyond_catalog, mend_documents
+from capd.store.recover.damaged_files import set_aside
+from capd.store.recover.partials import records_on_disk, recover_partials
+from capd.store.recover.series_tree import beyond_catalog, restore_documents
 from capd.store.recover.small_logs import replay_logs
 from capd.store.recover.state import Recovered, Recovery
-from capd.store.scan.survey import Sealed, SurveyedSeries, log_if_readable, scan_if_readable, survey
+from capd.store.scan.survey import SurveyedSeries, log_if_readable, survey
 from capd.store.shards.seal import publish
 from capd.store.shards.series import SeriesState
 
@@ -56,27 +55,22 @@ def open_node(
     layout: Layout,
     files: OpenFiles,
     *,
-    catalog_name: str = CATALOG_NAME,
-    headers: Mapping[str, SeriesHeader] | None = None,
+    rebuild: Mapping[str, SeriesHeader] | None = None,
 ) -> Recovered:
     """Bring one node's part of the run to a consistent state.
 
-    Args:
-        layout: The layout of the run and its node.
-        files: The open files of the store.
-        catalog_name: The name of the catalog file in the node's directory. A missing file is created.
-        headers: The headers of series by path, for series that no file describes.
+    With `rebuild`, the catalog is rebuilt from the frames. It holds the headers of series that no file describes.
 
     Raises:
         StoreFull: The disk is full.
         StoreError: The disk does not allow the recovery.
     """
-    place = CatalogPlace(node_directory(layout.run, layout.node), catalog_name)
+    place = CatalogPlace(node_directory(layout.run, layout.node))
     catalog = place.published
     try:
         place.fetch()
         try:
-            return _open(layout, files, place, headers or {})
+            return _open(layout, files, place, rebuild)
         except _DAMAGED as error:
             # A temporary error is already a StoreError here.
             logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
@@ -84,7 +78,7 @@ def open_node(
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
             place.fetch()
-            return _open(layout, files, place, headers or {})
+            return _open(layout, files, place, rebuild)
     except (OSError, *_DAMAGED) as error:
         full = if_full(error, layout.run)
         if full is not error:
@@ -98,7 +92,7 @@ def _open(
     layout: Layout,
     files: OpenFiles,
     place: CatalogPlace,
-    headers: Mapping[str, SeriesHeader],
+    rebuild: Mapping[str, SeriesHeader] | None,
 ) -> Recovered:
     path = place.published
     if path.is_dir():
@@ -106,18 +100,20 @@ def _open(
     catalog = Catalog(place.live, place if place.is_apart else None)
     try:
         _clear_leftovers(layout.spool)
-        state = Recovery(layout, files, catalog, headers)
+        if rebuild is not None:
+            catalog.mark_incomplete()
+        state = Recovery(layout, files, catalog, rebuild or {})
         if not (state.fresh or catalog.was_closed) and (series := beyond_catalog(state)):
             logger.warning("%s lacks sealed records of %s: rebuilding it from the shard files", path, series)
             catalog.mark_incomplete()
-            state = Recovery(layout, files, catalog, headers)
+            state = Recovery(layout, files, catalog, {})
         if state.fresh:
             _read_sealed(state)
-        take_up_partials(state)
+        recover_partials(state)
         failpoint("recover.after_partials")
         state.write()
         if state.may_be_torn:
-            mend_documents(state)
+            restore_documents(state)
         _finish_seals(state)
         failpoint("recover.after_seals")
         replay_logs(state)
@@ -138,9 +134,11 @@ def _open(
 
 
 def _read_sealed(state: Recovery) -> None:
-    headers, logged = _headers_and_captures(state)
-    for found in survey(state.layout.run, state.layout.node, {**headers, **state.headers}):
-        _name_by_partials(state, found)
+    logged: set[tuple[bytes, int]] = set()
+    for path in state.layout.spool.glob(LOG_GLOB):
+        log = log_if_readable(path)
+        logged.update((record.row.client, record.row.sequence) for record in (log.records if log else ()))
+    for found in survey(state.layout.run, state.layout.node, state.headers):
         if found.lost:
             logger.warning(
                 "%s: no file describes the records %s; `capd verify %s --repair -o NEW` makes a run without them",
@@ -150,54 +148,21 @@ def _read_sealed(state: Recovery) -> None:
         _add_sealed(state, found, logged)
 
 
-def _headers_and_captures(state: Recovery) -> tuple[dict[str, SeriesHeader], set[tuple[bytes, int]]]:
-    """Return the series that the spool's files name, by path, and client and sequence of each logged record."""
-    headers: dict[str, SeriesHeader] = {}
-    logged: set[tuple[bytes, int]] = set()
-    for path in state.layout.spool.glob(PARTIAL_GLOB):
-        scanned = scan_if_readable(path, None)
-        if scanned is not None and scanned.file is not None and state.owns(scanned.file):
-            headers[scanned.header.path] = scanned.header
-    for path in state.layout.spool.glob(LOG_GLOB):
-        log = log_if_readable(path)
-        if log is not None and (log.file is None or state.owns(log.file)):
-            headers.update((header.path, header) for header in log.headers.values())
-            logged.update((record.row.client, record.row.sequence) for record in log.records)
-    return headers, logged
-
-
-def _name_by_partials(state: Recovery, found: SurveyedSeries) -> None:
-    """Read the rows of records whose COMMIT is lost from the `.partial` that continues their shard."""
-    nameless = [n for n, sealed in found.records.items() if sealed.row.client == UNKNOWN_CLIENT]
-    missing = {*nameless, *found.lost}
-    for shard in {number // found.header.geometry.shard_records for number in missing}:
-        path = partial_path(state.layout.spool, found.header.path, shard)
-        scanned = scan_if_readable(path, (found.header, shard)) if path.is_file() else None
-        if scanned is None or (scanned.header.path, scanned.shard) != (found.header.path, shard):
-            continue
-        if scanned.file is None or state.owns(scanned.file):
-            for number in missing & scanned.rows.keys():
-                found.records[number] = Sealed(scanned.rows[number], 0)
-    found.lost = [number for number in found.lost if number not in found.records]
-
-
 def _add_sealed(state: Recovery, found: SurveyedSeries, logged: set[tuple[bytes, int]]) -> None:
     series = state.series_of(found.header)
-    for number, sealed in sorted(found.records.items()):
-        state.add(series, number, sealed.row, sealed.stored_nbytes)
+    for number, row in sorted(found.rows.items()):
+        state.add(series, number, row, found.shares.get(number, 0))
     if found.header.geometry.is_small:
-        captures = {(sealed.row.client, sealed.row.sequence): n for n, sealed in found.records.items()}
+        captures = {(row.client, row.sequence): n for n, row in found.rows.items()}
         state.in_shards[found.header.path] = {c: captures[c] for c in logged & captures.keys()}
         state.nameless[found.header.path] = {
-            (sealed.row.moment, sealed.row.shape)
-            for sealed in found.records.values()
-            if sealed.row.client == UNKNOWN_CLIENT
+            (row.moment, row.shape) for row in found.rows.values() if row.client == UNKNOWN_CLIENT
         }
     series.row.stored_bytes += found.stored_nbytes
-    series.row.sealed = series.in_shards = len(found.records)
+    series.row.sealed = series.in_shards = len(found.rows)
     # The shape of the series may not be published yet.
     series.row.sealing = True
-    state.known[found.header.path] = len(found.records)
+    state.known[found.header.path] = len(found.rows)
     state.catalog.write(state.out.rows, [series.row], {})
     state.out.rows.clear()
 

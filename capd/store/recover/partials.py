@@ -7,32 +7,28 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from capd.errors import DamagedRecord
 from capd.store.disk.files import truncate, unlink
-from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, partial_path, series_on_disk, shard_path
-from capd.store.format.frames import UNKNOWN_CLIENT, FrameKind, SeriesHeader, payload_is_sound, walk
+from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, partial_path, shard_path
+from capd.store.format.frames import UNKNOWN_CLIENT, SeriesHeader, sound_end
 from capd.store.format.sharding_index import read_index
-from capd.store.recover.mend import copy_aside, is_the_files_fault, mend_partial, set_aside
+from capd.store.recover.damaged_files import copy_aside, is_the_files_fault, rewrite_partial, set_aside
 from capd.store.recover.state import Recovery
-from capd.store.scan.described import described
 from capd.store.scan.scan import CommitRun, ScannedShard, scan_shard
 from capd.store.shards.series import SeriesState
 from capd.store.shards.writer import ShardWriter
 
-__all__ = ["records_on_disk", "take_up_partials"]
+__all__ = ["records_on_disk", "recover_partials"]
 
 logger = logging.getLogger(__name__)
 
 
-def take_up_partials(state: Recovery) -> None:
+def recover_partials(state: Recovery) -> None:
     """Replay, cut, repair or set aside every `.partial`."""
     digests = by_digest(series.header for series in state.series.values())
     for path in sorted(state.layout.spool.glob(PARTIAL_GLOB)):
         try:
-            known = named(path, digests) or _named_by_documents(state, path)
-            problem = _read_partial(state, path, known)
+            problem = _read_partial(state, path, named(path, digests))
         except DamagedRecord as error:
             problem = str(error)
         except OSError as error:
@@ -43,18 +39,6 @@ def take_up_partials(state: Recovery) -> None:
             set_aside(path, state.quarantine, problem)
 
 
-def _named_by_documents(state: Recovery, path: Path) -> tuple[SeriesHeader, int] | None:
-    """Do the same as `named` for a file that lost its HEADER and whose series only the series' documents name."""
-    if scan_shard(path) is not None:
-        return None
-    for series in series_on_disk(state.layout.run):
-        if path.name.startswith(partial_path(Path(), series, 0).name.partition("-")[0]):
-            found = described(state.layout.run, series)
-            if found is not None and found[1] == state.layout.node:
-                return named(path, by_digest([found[0]]))
-    return None
-
-
 def _read_partial(
     state: Recovery, path: Path, known: tuple[SeriesHeader, int] | None, *, repaired: bool = False
 ) -> str:
@@ -63,8 +47,8 @@ def _read_partial(
     if scanned is None or path.is_symlink():
         return "it does not begin with an intact header"
     header, file = scanned.header, scanned.file
-    if file is not None and not state.owns(file):
-        return f"it belongs to run {file.run_id!r} of node {file.node!r}"
+    if foreign := state.foreign(file):
+        return foreign
     if partial_path(state.layout.spool, header.path, scanned.shard) != path:
         return f"it is shard {scanned.shard} of {header.path}, under a wrong name"
     series = state.series_of(header)
@@ -93,14 +77,18 @@ def _read_partial(
     gaps = any(start < scanned.end for start, _ in scanned.gaps)
     if holes or gaps or (state.may_be_torn and not repaired and _is_torn(path, scanned)):
         try:
-            _repair(state, path, scanned, series, begin)
+            lost = rewrite_partial(state, path, header, scanned.shard)
+            logger.warning(
+                "%s: %s is damaged and was rewritten (a copy of the damaged file is in %s); it lost the records %s",
+                header.path, path.name, state.quarantine, lost,
+            )  # fmt: skip
             return _read_partial(state, path, known, repaired=True)
         except DamagedRecord:
             # Without holes all COMMITs that matter are there: the file is used as it is.
             if holes:
                 raise
     truncate(path, scanned.end)
-    _take_up(state, path, scanned, series)
+    _continue(state, path, scanned, series)
     return ""
 
 
@@ -116,31 +104,12 @@ def _has_others(state: Recovery, series: SeriesState, scanned: ScannedShard, sea
 
 
 def _is_torn(path: Path, scanned: ScannedShard) -> bool:
-    """Return whether a chunk fails its checksum. Reads the whole file, hence only used after a loss of power."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return any(
-            frame.kind is FrameKind.CHUNK
-            and not payload_is_sound(frame, os.pread(fd, frame.nbytes, frame.offset))
-            for frame in walk(fd, 0, scanned.end)
-        )
-    finally:
-        os.close(fd)
+    """Return whether a frame fails its checksum. Reads the whole file, hence only used after a loss of power."""
+    with path.open("rb", buffering=0) as file:
+        return sound_end(file.fileno(), scanned.end) < scanned.end
 
 
-def _repair(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState, begin: int) -> None:
-    published = dict(state.catalog.rows(series.row.id, begin, series.row.sealed))
-    shard = msgspec.structs.replace(state.file_header, series=scanned.header, shard=scanned.shard)
-    lost = mend_partial(
-        path, state.layout.run, shard, published, series.row.sealed, state.files, state.quarantine
-    )
-    logger.warning(
-        "%s: %s is damaged and was rewritten (a copy of the damaged file is in %s); it lost the records %s",
-        series.header.path, path.name, state.quarantine, lost,
-    )  # fmt: skip
-
-
-def _take_up(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState) -> None:
+def _continue(state: Recovery, path: Path, scanned: ScannedShard, series: SeriesState) -> None:
     geometry = series.geometry
     sealed = shard_path(state.layout.run, series.header, scanned.shard)
     index = scanned.index

@@ -11,7 +11,8 @@ import contextlib
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from capd.store.format.codecs import Encoded, chain_for, crc32c
 from capd.store.format.decode import decode
 from capd.store.format.dtypes import stored_shape
 from capd.store.format.encode import encode_batch
-from capd.store.format.frames import RecordRow, SeriesHeader, session_of
+from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader, session_of
 from capd.store.format.sharding_index import read_index
 from capd.store.scan.scan import ScannedShard, read_shard
 from capd.store.shards.writer import EncodedChunk, ShardWriter
@@ -76,12 +77,14 @@ class ShardSource:
 
         Returns:
             Pairs of (chunk within the record, encoded chunk) for a large record; the elements of a small one. None if
-            a chunk is missing or damaged.
+            a chunk is missing or damaged, or if the file has another capture under this number.
 
         Raises:
             OSError: The file cannot be read.
         """
-        geometry = self._header.geometry
+        geometry, own = self._header.geometry, self.scanned.rows.get(number, row)
+        if UNKNOWN_CLIENT not in (own.client, row.client) and own.capture != row.capture:
+            return None
         if geometry.is_small:
             return self._take_small(number, row)
         chunks: list[tuple[int, Encoded]] = []
@@ -138,57 +141,28 @@ class ShardSource:
 
 
 def write_records(
-    header: SeriesHeader,
-    first: int,
-    records: Iterable[tuple[RecordRow, Salvaged]],
-    shard_for: Callable[[int], ShardWriter],
-) -> int:
-    """Commit records under consecutive numbers.
-
-    Args:
-        header: The series of the records.
-        first: The first number, which must be the first of a batch.
-        records: The rows and elements of the records.
-        shard_for: Returns the open shard of a record number.
-
-    Returns:
-        The number after the last one.
+    header: SeriesHeader, number: int, records: Iterable[tuple[RecordRow, Salvaged]], shard: ShardWriter
+) -> None:
+    """Commit records to a shard under consecutive numbers. The first one must be the first of a batch.
 
     Raises:
-        OSError: A file cannot be written.
-        StoreError: A shard does not accept the records.
+        OSError: The file cannot be written.
     """
     geometry, chain = header.geometry, chain_for(header.codec, header.dtype)
     raw_nbytes = prod(geometry.chunk) * geometry.itemsize
-    waiting: list[tuple[RecordRow, NDArray[Any]]] = []
-    number = first
-
-    def settle() -> None:
-        start = number - len(waiting)
-        encoded = encode_batch([bits for _, bits in waiting], 0, None, geometry, chain)
-        rows = [row for row, _ in waiting]
-        chunk = EncodedChunk(geometry.slot(start, 0), 0, encoded, sum(row.nbytes for row in rows))
-        _commit(shard_for(start), [chunk], start, rows)
-        waiting.clear()
-
-    for row, salvaged in records:
-        if isinstance(salvaged, list):
-            chunks = [
-                EncodedChunk(geometry.slot(number, ordinal), ordinal, encoded, raw_nbytes)
-                for ordinal, encoded in salvaged
-            ]
-            _commit(shard_for(number), chunks, number, [row])
-            number += 1
-            continue
-        waiting.append((row, salvaged))
-        number += 1
-        if number % geometry.batch == 0:
-            settle()
-    if waiting:
-        settle()
-    return number
-
-
-def _commit(shard: ShardWriter, chunks: list[EncodedChunk], first: int, rows: list[RecordRow]) -> None:
-    session = session_of(rows[0].client)
-    shard.commit(chunks, first, rows, session=session, sequence=max(0, rows[0].sequence))
+    remaining = iter(records)
+    while batch := list(islice(remaining, geometry.batch)):
+        rows = [row for row, _ in batch]
+        chunks = [
+            EncodedChunk(geometry.slot(number, ordinal), ordinal, encoded, raw_nbytes)
+            for _, taken in batch
+            if isinstance(taken, list)
+            for ordinal, encoded in taken
+        ]
+        if geometry.is_small:
+            small = [taken for _, taken in batch if not isinstance(taken, list)]
+            encoded = encode_batch(small, 0, None, geometry, chain)
+            chunks = [EncodedChunk(geometry.slot(number, 0), 0, encoded, sum(row.nbytes for row in rows))]
+        session = session_of(rows[0].client)
+        shard.commit(chunks, number, rows, session=session, sequence=max(0, rows[0].sequence))
+        number += len(rows)

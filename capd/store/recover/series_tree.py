@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
 
-from capd.errors import DamagedRecord, NotAStore
+from capd.errors import DamagedRecord
 from capd.store.disk.files import remove_tree
 from capd.store.disk.layout import has_shards, series_on_disk, shard_path
-from capd.store.documents.zarr_json import read_group
 from capd.store.recover.state import Recovery
 from capd.store.scan.published import read_shape
 from capd.store.shards.series import SeriesState
 
-__all__ = ["beyond_catalog", "mend_documents"]
+__all__ = ["beyond_catalog", "restore_documents"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +30,20 @@ def beyond_catalog(state: Recovery) -> str:
         if published is None or (series is not None and series.row.sealing):
             continue
         if series is None:
-            if published and _owner(directory) == state.layout.node:
+            if published and _owner(state, path) == state.layout.node:
                 return path
         elif published > series.row.sealed or _has_next_shard(run, series):
             return path
     return ""
 
 
-def mend_documents(state: Recovery) -> None:
+def restore_documents(state: Recovery) -> None:
     """Restore the metadata that a loss of power emptied. Remove a claimed series that got no records."""
     run = state.layout.run
     for path in list(series_on_disk(run)):
         directory, series = run / path, state.series.get(path)
         state.layout.ensure_groups(directory.parent)
-        if _length(directory / "data") is not None and _owner(directory) is not None:
+        if _length(directory / "data") is not None and _owner(state, path):
             continue
         if series is None:
             if not has_shards(directory):
@@ -65,11 +63,11 @@ def _length(data: Path) -> int | None:
     return None
 
 
-def _owner(directory: Path) -> Any:
-    """Return the node that the group of a series names; None if the document cannot be read."""
-    with contextlib.suppress(OSError, NotAStore, LookupError, TypeError):
-        return (read_group(directory) or {})["attributes"]["capd"]["node"]
-    return None
+def _owner(state: Recovery, path: str) -> str:
+    """Return the node that the group of a series names; "" if the document cannot be read."""
+    with contextlib.suppress(OSError):
+        return str(state.layout.holder(path).get("node", ""))
+    return ""
 
 
 def _has_next_shard(run: Path, series: SeriesState) -> bool:

@@ -8,6 +8,7 @@ moment if those are lost. A log that lost records or has outdated numbers is rew
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,13 @@ from capd.store.catalog.sums import series_of_record
 from capd.store.disk.files import unlink
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB
-from capd.store.recover.mend import KeptSmall, copy_aside, is_the_files_fault, mend_log, set_aside
+from capd.store.recover.damaged_files import (
+    LoggedSmall,
+    copy_aside,
+    is_the_files_fault,
+    rewrite_log,
+    set_aside,
+)
 from capd.store.recover.state import Recovery
 from capd.store.scan.scan import ScannedLog, read_log
 from capd.store.shards.series import SeriesState
@@ -31,12 +38,12 @@ logger = logging.getLogger(__name__)
 class _Sorted:
     """The records of a log, sorted by what becomes of them.
 
-    kept: the pending records. spare: records that a `.partial` holds, too, under their numbers there. lost: the names
-    of lost records. renumbered: whether some records have outdated numbers in the log.
+    pending: the records that no shard holds. spare: records that a `.partial` holds, too, under their numbers there.
+    lost: the names of lost records. renumbered: whether some records have outdated numbers in the log.
     """
 
-    kept: list[tuple[SeriesState, KeptSmall]] = field(default_factory=list)
-    spare: list[KeptSmall] = field(default_factory=list)
+    pending: list[tuple[SeriesState, LoggedSmall]] = field(default_factory=list)
+    spare: list[LoggedSmall] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     renumbered: bool = False
 
@@ -53,10 +60,8 @@ def replay_logs(state: Recovery) -> None:
             continue
         if log is None:
             set_aside(path, state.quarantine, "it is not a small log")
-        elif log.file is not None and not state.owns(log.file):
-            set_aside(
-                path, state.quarantine, f"it belongs to run {log.file.run_id!r} of node {log.file.node!r}"
-            )
+        elif foreign := state.foreign(log.file):
+            set_aside(path, state.quarantine, foreign)
         else:
             _replay(state, path, log)
 
@@ -69,21 +74,19 @@ def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
             "%s is damaged (a copy is kept in %s); lost records: %s",
             path, state.quarantine, ", ".join(found.lost) or "none known",
         )  # fmt: skip
-    if not found.kept:
-        if damaged:
-            copy_aside(path, state.quarantine)
+        copy_aside(path, state.quarantine)
+    if not found.pending:
         unlink(path)
         return
-    places = [kept.place for _, kept in found.kept]
+    places = [small.place for _, small in found.pending]
     if damaged or found.renumbered:
-        kept = [kept for _, kept in found.kept] + found.spare
-        places = mend_log(path, state.file_header, kept, state.quarantine if damaged else None)
+        places = rewrite_log(state, path, [small for _, small in found.pending] + found.spare)
     waiting_rows: dict[str, dict[int, RecordRow]] = {}
-    for series, waiting in found.kept:
+    for series, waiting in found.pending:
         waiting_rows.setdefault(series.header.path, {})[waiting.number] = waiting.row
     stored = {path: state.agree(state.series[path], rows) for path, rows in waiting_rows.items()}
-    # The places of the spare records follow those of the kept ones.
-    for (series, waiting), place in zip(found.kept, places, strict=False):
+    # The places of the spare records follow those of the pending ones.
+    for (series, waiting), place in zip(found.pending, places, strict=False):
         # The bytes in a shard that lost the record.
         counted = stored[series.header.path].get(waiting.number, 0)
         if waiting.number >= state.known.get(series.header.path, 0) or counted:
@@ -95,7 +98,7 @@ def _replay(state: Recovery, path: Path, log: ScannedLog) -> None:
 
 def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
     found = _Sorted()
-    pending: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     headers = _headers_of_orphans(state, log)
     for logged in log.records:
         header = logged.header or headers.get(logged.reference)
@@ -112,16 +115,16 @@ def _sort(state: Recovery, log: ScannedLog) -> _Sorted:
             is_sealed = (logged.row.moment, logged.row.shape) in nameless
         if is_sealed or capture in held or capture in state.in_logs:
             if held.get(capture, -1) >= series.row.sealed and logged.is_sound:
-                found.spare.append(KeptSmall(header, held[capture], logged.row, logged.place))
+                found.spare.append(LoggedSmall(header, held[capture], logged.row, logged.place))
                 found.renumbered |= held[capture] != logged.record
         elif not logged.is_sound:
             found.lost.append(f"{header.path}#{logged.record}")
         else:
-            number = series.in_shards + len(series.waiting) + pending.get(header.path, 0)
-            pending[header.path] = pending.get(header.path, 0) + 1
+            number = series.in_shards + len(series.waiting) + counts[header.path]
+            counts[header.path] += 1
             found.renumbered |= number != logged.record or logged.header is None
             state.in_logs.add(capture)
-            found.kept.append((series, KeptSmall(header, number, logged.row, logged.place)))
+            found.pending.append((series, LoggedSmall(header, number, logged.row, logged.place)))
     return found
 
 

@@ -80,9 +80,9 @@ class Recovery:
         self.in_logs: set[tuple[bytes, int]] = set()
         self.out = Recovered(catalog, [], {})
 
-    def owns(self, file: FileHeader) -> bool:
-        """Return whether a file's HEADER names this run and node."""
-        return file.run_id in self._run_ids and file.node == self.layout.node
+    def foreign(self, file: FileHeader | None) -> str:
+        """Return how a file's HEADER names another run or node, or ""."""
+        return "" if file is None else file.foreign(self._run_ids, self.layout.node)
 
     def series_of(self, header: SeriesHeader) -> SeriesState:
         """Return the series of a header found in a file. A new series is added to the catalog."""

@@ -1,6 +1,6 @@
 """One node's part of a damaged run, saved into a new run.
 
-Every record is searched in all places: sealed shards, open shards and small logs. COMMIT frames name the records. If a
+Every record is searched in all places: small logs, open shards and sealed shards. COMMIT frames name the records. If a
 COMMIT is lost, the catalog names its records, or the published columns do.
 """
 
@@ -10,36 +10,45 @@ import contextlib
 import resource
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from capd.store.catalog.opening import connect_read_only
-from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, SessionRow, read_series
-from capd.store.catalog.sessions import read_sessions
+from capd.errors import DamagedRecord
+from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.catalog.sums import read_slice
-from capd.store.disk.layout import node_directory, series_on_disk
+from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, node_directory, series_on_disk
+from capd.store.documents.headers import fits
 from capd.store.format.encode import ChunkResult
-from capd.store.format.frames import UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
+from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
+from capd.store.format.log_places import LOG_GLOB, offset_of
 from capd.store.read.node import sound_row
 from capd.store.recover.salvage import Salvaged, ShardSource
-from capd.store.recover.spool_copies import Capture, SpoolCopies
-from capd.store.repair.catalog import UNREADABLE
+from capd.store.repair.catalog import UNREADABLE, readable_rows
 from capd.store.repair.result import LostRecord, Repair
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.run_store import RunStore
-from capd.store.scan.survey import SurveyedSeries, shard_files, survey_series
+from capd.store.scan.scan import LoggedRecord
+from capd.store.scan.survey import (
+    SurveyedSeries,
+    log_if_readable,
+    scan_if_readable,
+    shard_files,
+    survey_series,
+)
 from capd.store.shards.series import Plan
+from capd.store.shards.small_log import read_small
 from capd.store.verify.run import run_identity
-from capd_client.protocol.key import Moment
 
 __all__ = ["DamagedNode"]
 
 _SMALL_AT_ONCE = 256
-# Moment and shape.
-Occasion = tuple[Moment, tuple[int, ...]]
+# Client, sequence and shape.
+Capture = tuple[bytes, int, tuple[int, ...]]
 
 
 class _CatalogCopy:
@@ -47,16 +56,13 @@ class _CatalogCopy:
 
     def __init__(self, original: Path, copy: Path) -> None:
         self._path = copy
-        self.series: dict[str, SeriesRow] = {}
-        self.sessions: list[SessionRow] = []
-        with contextlib.suppress(*UNREADABLE):
+        with contextlib.suppress(OSError):
             for suffix in ("", "-wal"):
                 source = original.with_name(original.name + suffix)
                 if source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + suffix))
-            with contextlib.closing(connect_read_only(copy)) as database:
-                self.series = {row.header.path: row for row in read_series(database)}
-                self.sessions = read_sessions(database)
+        series, self.sessions, _ = readable_rows(copy)
+        self.series = {row.header.path: row for row in series}
 
     def rows(self, path: str) -> dict[int, RecordRow]:
         """Return the rows of a series by record number."""
@@ -68,6 +74,46 @@ class _CatalogCopy:
         return {}
 
 
+class _Shards:
+    """The shard files of one series, open and sealed. The files of one shard number are open at a time."""
+
+    def __init__(
+        self, header: SeriesHeader, partials: dict[int, Path], sealed: dict[int, Path], published: int
+    ) -> None:
+        self._header, self._number = header, -1
+        # A shared chunk of a sealed shard has zeros in place of records that are not published.
+        self._places = ((partials, 0), (sealed, published))
+        self._sources: list[tuple[ShardSource, int]] = []
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def take(self, number: int, row: RecordRow) -> Salvaged | None:
+        """Return the elements of a record from the first intact copy; None if there is none."""
+        shard = number // self._header.geometry.shard_records
+        if shard != self._number:
+            self._close()
+            self._number = shard
+            for files, published in self._places:
+                with contextlib.suppress(KeyError, OSError):
+                    source = self._files.enter_context(ShardSource(files[shard], self._header, shard))
+                    self._sources.append((source, published))
+        for source, published in self._sources:
+            if number in source.scanned.rows or number < published:
+                taken = source.take(number, row)
+                if taken is not None:
+                    return taken
+        return None
+
+    def _close(self) -> None:
+        self._files.close()
+        self._sources.clear()
+
+
 class DamagedNode:
     """One node's part of the damaged run and of the new run."""
 
@@ -75,19 +121,20 @@ class DamagedNode:
         self, run: Path, node: str, root: Path, done: Repair, progress: Callable[[int], None] | None
     ) -> None:
         self._run, self._node, self._done, self._progress = run, node, done, progress
-        # The two differ if somebody renamed the run.
-        self._ids = {run_identity(run), run.stem}
         directory = node_directory(run, node)
         self._catalog = _CatalogCopy(directory / CATALOG_NAME, root / f"{node}.sqlite")
-        headers = {path: row.header for path, row in self._catalog.series.items()}
-        self._copies = SpoolCopies(directory / "spool", headers, self._owns)
-        self._headers = {**self._copies.headers, **headers}
+        self._headers = {path: row.header for path, row in self._catalog.series.items()}
+        # By series: the open shards, and all records of the spool with their numbers.
+        self._partials: dict[str, dict[int, Path]] = {}
+        self._spooled: dict[str, list[tuple[int, RecordRow]]] = {}
+        # Also the records whose series is lost.
+        self._logged: dict[Capture, tuple[Path, LoggedRecord]] = {}
+        self._read_spool(directory / "spool")
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        options = StoreOptions(open_files=open_files_within(soft))
-        self._store = RunStore(root, done.new.stem, node, options)
+        self._store = RunStore(root, done.new.stem, node, StoreOptions(open_files=open_files_within(soft)))
         self._small: list[tuple[Plan, RecordRow, bytes]] = []
         # The captures that are saved or listed as lost.
-        self._accounted: set[Capture] = set()
+        self._accounted: set[tuple[object, ...]] = set()
         self._nameless = 0
         # The client of records that lost their own client.
         self._client = uuid.uuid4().bytes
@@ -97,11 +144,32 @@ class DamagedNode:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._copies:
-            self._store.close()
+        self._store.close()
 
-    def _owns(self, file: FileHeader) -> bool:
-        return file.run_id in self._ids and file.node == self._node
+    def _read_spool(self, spool: Path) -> None:
+        # The two differ if somebody renamed the run.
+        owner = ({run_identity(self._run), self._run.stem}, self._node)
+        for path in _files(spool, LOG_GLOB):
+            log = log_if_readable(path)
+            if log is None or (log.file is not None and log.file.foreign(*owner)):
+                continue
+            for logged in log.records:
+                self._logged.setdefault(logged.row.capture, (path, logged))
+                if logged.header is not None:
+                    self._add(logged.header, [(logged.record, logged.row)])
+        digests = by_digest(self._headers.values())
+        for path in _files(spool, PARTIAL_GLOB):
+            shard = scan_if_readable(path, named(path, digests))
+            if shard is None and path.stat().st_size:
+                self._done.unknown.append(f"{path}: nothing names its series, or it cannot be read")
+            if shard is None or (shard.file is not None and shard.file.foreign(*owner)):
+                continue
+            self._add(shard.header, shard.rows.items())
+            self._partials.setdefault(shard.header.path, {})[shard.shard] = path
+
+    def _add(self, header: SeriesHeader, rows: Iterable[tuple[int, RecordRow]]) -> None:
+        self._headers.setdefault(header.path, header)
+        self._spooled.setdefault(header.path, []).extend(rows)
 
     def save(self) -> set[str]:
         """Save all records of this node. Return the paths of its series."""
@@ -109,91 +177,80 @@ class DamagedNode:
         for path in sorted({*series_on_disk(self._run), *self._headers}):
             surveyed = survey_series(self._run, path, self._node, self._headers.get(path))
             header = self._headers.get(path) if surveyed is None else surveyed.header
-            if header is None:
-                continue
-            saved.add(path)
-            plan = Plan(header)
-            for row, taken in self._sound(header, surveyed):
-                self._commit(plan, row, taken)
-            self._flush()
-        self._done.unknown += self._copies.without_series(self._accounted)
+            if header is not None:
+                saved.add(path)
+                self._save_series(header, surveyed)
+        orphans = Counter(
+            path
+            for capture, (path, logged) in self._logged.items()
+            if logged.header is None and capture not in self._accounted
+        )
+        self._done.unknown += [f"{path}: {n} records whose series is lost" for path, n in orphans.items()]
         for session in self._catalog.sessions:
             self._store.save_session(session)
         self._store.seal()
         return saved
 
-    def _rows(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> dict[int, RecordRow]:
-        """Return the rows by record number: from the COMMITs, else the catalog, else the published columns."""
-        rows = self._catalog.rows(header.path)
-        for number, row in {} if surveyed is None else surveyed.rows.items():
-            known = rows.get(number)
-            agrees = known is not None and (known.moment, known.shape) == (row.moment, row.shape)
-            if row.client != UNKNOWN_CLIENT or not agrees:
-                rows[number] = row
-        return rows
-
-    def _sound(
-        self, header: SeriesHeader, surveyed: SurveyedSeries | None
-    ) -> Iterator[tuple[RecordRow, Salvaged]]:
-        """Yield the intact records of a series with their elements. Other records are added to `lost`."""
-        rows = self._rows(header, surveyed)
-        lost: list[tuple[int, RecordRow | None]] = []
-        seen: set[Capture] = set()
-        # The saved records that lost their client and sequence.
-        nameless: set[Occasion] = set()
+    def _save_series(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> None:
+        """Save the intact records of a series. All other records are added to the lost ones."""
+        path = header.path
+        sealed = {} if surveyed is None else surveyed.rows
         # Without a survey the shards belong to another node.
-        files = {} if surveyed is None else shard_files(self._run / header.path)
-        for number, row, taken in self._numbered(header, files, rows, self._sealed(header, surveyed)):
-            if row is None or taken is None:
-                lost.append((number, row))
-                continue
-            seen.add((row.client, row.sequence))
-            if row.client == UNKNOWN_CLIENT:
-                nameless.add((row.moment, row.shape))
-            yield row, taken
-        missing = {(row.client, row.sequence) for _, row in lost if row is not None}
-        self._accounted |= seen | missing
-        added: set[Occasion] = set()
-        for number, row, taken in self._copies.others(header, seen):
-            if (row.moment, row.shape) in nameless:
-                continue
-            if taken is not None:
-                added.add((row.moment, row.shape))
-                yield row, taken
-            elif (row.client, row.sequence) not in missing:
-                lost.append((number, row))
-        self._done.lost += [
-            LostRecord(header.path, header.key, number, row)
-            for number, row in lost
-            if row is None or row.client != UNKNOWN_CLIENT or (row.moment, row.shape) not in added
-        ]
+        files = {} if surveyed is None else shard_files(self._run / path)
+        known = self._catalog.series.get(path)
+        published = max(max(sealed, default=-1) + 1, 0 if known is None else known.sealed)
+        plan, lost = Plan(header), list[tuple[int, RecordRow | None]]()
+        # The capture of each saved record, and its moment and shape.
+        saved: set[tuple[object, ...]] = set()
+        with _Shards(header, self._partials.get(path, {}), files, published) as shards:
+            for number, row in self._records(path, sealed):
+                if row is None:
+                    lost.append((number, None))
+                elif row.client == UNKNOWN_CLIENT or row.capture not in saved:
+                    logged = self._from_log(header, row)
+                    taken = shards.take(number, row) if logged is None else logged
+                    if taken is None:
+                        lost.append((number, row))
+                    else:
+                        self._commit(plan, row, taken)
+                        saved |= {row.capture, (row.moment, row.shape)}
+        self._flush()
+        for number, row in lost:
+            if row is not None:
+                if (row.capture if row.client != UNKNOWN_CLIENT else (row.moment, row.shape)) in saved:
+                    continue
+                saved.add(row.capture)
+            self._done.lost.append(LostRecord(path, header.key, number, row))
+        self._accounted |= saved
 
-    def _sealed(self, header: SeriesHeader, surveyed: SurveyedSeries | None) -> int:
-        """Return the number after the last sealed record. After it, a shared chunk of a sealed shard has only zeros."""
-        known = self._catalog.series.get(header.path)
-        newest = -1 if surveyed is None else max(surveyed.records, default=-1)
-        return max(newest + 1, 0 if known is None else known.sealed)
+    def _records(self, path: str, sealed: dict[int, RecordRow]) -> list[tuple[int, RecordRow | None]]:
+        """Return all records of a series that anything names: by number, then those of the spool again.
 
-    def _numbered(
-        self, header: SeriesHeader, files: dict[int, Path], rows: dict[int, RecordRow], sealed: int
-    ) -> Iterator[tuple[int, RecordRow | None, Salvaged | None]]:
-        """Yield every numbered record with its row and its elements; None for a part that is lost."""
-        per_shard = header.geometry.shard_records
-        count = max(rows, default=-1) + 1
-        for shard in range(-(-count // per_shard)):
-            with contextlib.ExitStack() as stack:
-                source: ShardSource | None = None
-                if shard in files:
-                    with contextlib.suppress(OSError):
-                        source = stack.enter_context(ShardSource(files[shard], header, shard))
-                for number in range(shard * per_shard, min(count, (shard + 1) * per_shard)):
-                    row = rows.get(number)
-                    if row is None or row.is_lost:
-                        yield number, None, None
-                        continue
-                    taken = source.take(number, row) if source is not None and number < sealed else None
-                    found = self._copies.take(header, row) if taken is None else (row, taken)
-                    yield (number, row, None) if found is None else (number, *found)
+        COMMITs name a record before the catalog does, and the published columns last. The row of a number without a
+        name is None.
+        """
+        known, spooled = self._catalog.rows(path), self._spooled.get(path, [])
+        names = {(row.moment, row.shape): row for row in (*known.values(), *dict(spooled).values())}
+        rows = known | dict(spooled)
+        for number, row in sealed.items():
+            rows[number] = names.get((row.moment, row.shape), row) if row.client == UNKNOWN_CLIENT else row
+        numbered = [(number, rows.get(number)) for number in range(max(rows, default=-1) + 1)]
+        # Catalog and spool may name different records by one number.
+        others = [(n, row) for n, row in known.items() if n not in sealed and row.client != UNKNOWN_CLIENT]
+        found = [*numbered, *spooled, *others]
+        return [(n, None if row is None or row.is_lost else row) for n, row in found]
+
+    def _from_log(self, header: SeriesHeader, row: RecordRow) -> Salvaged | None:
+        """Return the elements of a record from a small log; None if no log has them intact."""
+        path, logged = self._logged.get(row.capture, (None, None))
+        if path is None or logged is None or (logged.header or header).path != header.path:
+            return None
+        try:
+            with path.open("rb", buffering=0) as file:
+                raw, _, _ = read_small(file.fileno(), offset_of(logged.place))
+        except (OSError, DamagedRecord):
+            return None
+        return np.frombuffer(raw, np.uint8) if fits(header, row.shape, len(raw)) else None
 
     def _commit(self, plan: Plan, row: RecordRow, taken: Salvaged) -> None:
         if row.client == UNKNOWN_CLIENT:
@@ -219,3 +276,7 @@ class DamagedNode:
             self._small = []
             self._store.maintain()
         self._store.flush_catalog()
+
+
+def _files(spool: Path, pattern: str) -> list[Path]:
+    return [path for path in sorted(spool.glob(pattern)) if path.is_file() and not path.is_symlink()]

@@ -25,7 +25,7 @@ class LostRecord:
 class Repair:
     """The result of a repair.
 
-    unknown: what no file describes: paths of series, and logs with records whose series is lost.
+    unknown: what no file describes: paths of series, open shards, and logs with records whose series is lost.
     """
 
     run: Path

@@ -40,8 +40,6 @@ __all__ = [
     "LoggedRecord",
     "ScannedLog",
     "ScannedShard",
-    "read_further_log",
-    "read_further_shard",
     "read_log",
     "read_shard",
     "scan_shard",
@@ -108,6 +106,11 @@ class ScannedShard:
                 index.pop(slot, None)
         return index
 
+    def copy(self) -> ScannedShard:
+        """Return a journal that another scan may continue after the last COMMIT."""
+        gaps = [gap for gap in self.gaps if gap[0] < self.end]
+        return replace(self, index=dict(self.index), rows=dict(self.rows), runs=list(self.runs), gaps=gaps)
+
     @property
     def newest(self) -> int:
         """The highest record number; -1 if there is no record."""
@@ -153,11 +156,17 @@ class ScannedLog:
     end: int = 0
     headers: dict[int, SeriesHeader] = field(default_factory=dict)
 
+    def copy(self) -> ScannedLog:
+        """Return a journal that another scan may continue after the last COMMIT."""
+        gaps = [gap for gap in self.gaps if gap[0] < self.end]
+        return replace(self, records=list(self.records), gaps=gaps, headers=dict(self.headers))
+
 
 def scan_shard(
     path: Path,
     known: tuple[SeriesHeader, int] | None = None,
     visit: Callable[[int, Frame], None] | None = None,
+    before: ScannedShard | None = None,
 ) -> ScannedShard | None:
     """Return the journal of a shard or `.partial`; None if it is not a regular file or its series is unknown.
 
@@ -165,13 +174,14 @@ def scan_shard(
         path: The file.
         known: Series and shard number, for a file whose HEADER is lost.
         visit: Called with the descriptor and every CHUNK frame.
+        before: The journal of the file when it was shorter. Only bytes after its last COMMIT are read.
 
     Raises:
         OSError: The file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return read_shard(fd, known, visit)
+        return read_shard(fd, known, visit, before)
     finally:
         os.close(fd)
 
@@ -180,34 +190,21 @@ def read_shard(
     fd: int,
     known: tuple[SeriesHeader, int] | None = None,
     visit: Callable[[int, Frame], None] | None = None,
+    before: ScannedShard | None = None,
 ) -> ScannedShard | None:
     """Return the journal of an open file, as `scan_shard` does."""
-    size = _regular_nbytes(fd) or 0
-    begin, file = _read_header(fd, size)
-    if file is not None and file.series is not None and is_usable(file.series):
-        found = ScannedShard(file.series, file.shard, begin, file)
-    elif known is not None and size:
-        found = ScannedShard(*known, end=0, gaps=[(0, begin)] if begin else [])
+    size = _regular_nbytes(fd)
+    if before is not None:
+        found, begin = before.copy(), before.end
     else:
-        return None
+        begin, file = _read_header(fd, size)
+        if file is not None and file.series is not None and is_usable(file.series):
+            found = ScannedShard(file.series, file.shard, begin, file)
+        elif known is not None and size:
+            found = ScannedShard(*known, end=0, gaps=[(0, begin)] if begin else [])
+        else:
+            return None
     _read_commits(fd, begin, size, found, visit)
-    return found
-
-
-def read_further_shard(fd: int, known: ScannedShard) -> ScannedShard:
-    """Return the journal of a file that has grown since its scan. Only bytes after the last known COMMIT are read.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    found = replace(
-        known,
-        index=dict(known.index),
-        rows=dict(known.rows),
-        runs=list(known.runs),
-        gaps=[gap for gap in known.gaps if gap[0] < known.end],
-    )
-    _read_commits(fd, known.end, _regular_nbytes(fd) or 0, found, None)
     return found
 
 
@@ -270,12 +267,13 @@ def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
     return any(first <= start and end <= last for first, last in gaps)
 
 
-def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
+def read_log(path: Path, *, check: bool = False, before: ScannedLog | None = None) -> ScannedLog | None:
     """Return the journal of a small log; None if it is not a log file or contains nothing intact.
 
     Args:
         path: The file. A regular file with the name of a log is accepted.
         check: Whether to read the bytes of every record and compare them with their checksum.
+        before: The journal of the file when it was shorter. Only bytes after its last COMMIT are read.
 
     Raises:
         OSError: The file cannot be read.
@@ -284,31 +282,16 @@ def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
         return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        size = _regular_nbytes(fd) or 0
-        begin, file = _read_header(fd, size)
-        found = ScannedLog(file, gaps=[] if file is not None or not begin else [(0, begin)], end=begin)
-        _read_records(fd, begin, size, log_number(path), found, check=check)
+        size = _regular_nbytes(fd)
+        if before is not None:
+            found = before.copy()
+        else:
+            begin, file = _read_header(fd, size)
+            found = ScannedLog(file, gaps=[] if file is not None or not begin else [(0, begin)], end=begin)
+        _read_records(fd, found.end, size, log_number(path), found, check=check)
         return found if found.file is not None or found.records else None
     finally:
         os.close(fd)
-
-
-def read_further_log(fd: int, number: int, known: ScannedLog) -> ScannedLog:
-    """Return the journal of log `number`, which has grown since it was read.
-
-    Only bytes after the last known COMMIT are read.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    found = replace(
-        known,
-        records=list(known.records),
-        gaps=[gap for gap in known.gaps if gap[0] < known.end],
-        headers=dict(known.headers),
-    )
-    _read_records(fd, known.end, _regular_nbytes(fd) or 0, number, found, check=False)
-    return found
 
 
 def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog, *, check: bool) -> None:
@@ -357,6 +340,7 @@ def _read_header(fd: int, size: int) -> tuple[int, FileHeader | None]:
     return head.offset + head.nbytes, file if isinstance(file, FileHeader) else None
 
 
-def _regular_nbytes(fd: int) -> int | None:
+def _regular_nbytes(fd: int) -> int:
+    """Return the size of a regular file; 0 for anything else."""
     info = os.fstat(fd)
-    return info.st_size if stat.S_ISREG(info.st_mode) else None
+    return info.st_size if stat.S_ISREG(info.st_mode) else 0

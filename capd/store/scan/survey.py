@@ -24,7 +24,6 @@ from capd.store.scan.scan import ScannedLog, ScannedShard, read_log, scan_shard
 from capd_client.protocol.key import MAX_NDIM, Moment
 
 __all__ = [
-    "Sealed",
     "SurveyedSeries",
     "log_if_readable",
     "row_from_columns",
@@ -38,26 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Sealed:
-    """A record in a sealed shard. stored_nbytes: its share of the bytes of its commit."""
-
-    row: RecordRow
-    stored_nbytes: int
-
-
-@dataclass(slots=True)
 class SurveyedSeries:
     """The sealed records of a series by number.
 
     Attributes:
         header: The series.
-        records: Record number → record.
+        rows: Record number → row. Records that nothing identifies are absent.
+        shares: Record number → its share of the stored bytes of its commit.
         stored_nbytes: The stored bytes of all records.
         lost: The numbers below the newest record without a row.
     """
 
     header: SeriesHeader
-    records: dict[int, Sealed] = field(default_factory=dict)
+    rows: dict[int, RecordRow] = field(default_factory=dict)
+    shares: dict[int, int] = field(default_factory=dict)
     stored_nbytes: int = 0
     lost: list[int] = field(default_factory=list)
 
@@ -66,19 +59,13 @@ class SurveyedSeries:
 
         The other records then keep their numbers, and plain readers see no gap.
         """
-        axes = len(next((sealed.row.shape for sealed in self.records.values()), self.header.geometry.extents))
+        axes = len(next((row.shape for row in self.rows.values()), self.header.geometry.extents))
         row = row_from_columns(self.header, (UNKNOWN_MOMENT, (0,) * axes))
-        self.records.update((number, Sealed(row, 0)) for number in self.lost)
-
-    @property
-    def rows(self) -> dict[int, RecordRow]:
-        """The rows by record number. Records that nothing identifies are absent."""
-        return {number: sealed.row for number, sealed in sorted(self.records.items())}
+        self.rows |= dict.fromkeys(self.lost, row)
 
     def as_row(self) -> SeriesRow:
         """Return the row that a catalog would have for the series."""
-        rows = self.rows
-        count = max(rows, default=-1) + 1
+        rows, count = self.rows, max(self.rows, default=-1) + 1
         return SeriesRow(
             id=-1,
             header=self.header,
@@ -92,13 +79,7 @@ class SurveyedSeries:
 
 
 def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[SurveyedSeries]:
-    """Yield every series of a node with sealed shards.
-
-    Args:
-        run: The directory of the run.
-        node: The node; "" for every node.
-        known: Headers by path, for series whose HEADERs are all lost.
-    """
+    """Yield every series of a node ("": of all nodes) with sealed shards. known: headers, in case HEADERs are lost."""
     for path in series_on_disk(run):
         found = survey_series(run, path, node, known.get(path))
         if found is not None:
@@ -106,14 +87,7 @@ def survey(run: Path, node: str, known: Mapping[str, SeriesHeader]) -> Iterator[
 
 
 def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) -> SurveyedSeries | None:
-    """Return one series; None if it belongs to another node or nothing identifies it.
-
-    Args:
-        run: The directory of the run.
-        path: The path of the series.
-        node: The node; "" for any node.
-        header: The series' header if it is known; necessary if all of its HEADERs are lost.
-    """
+    """Return one series; None if it belongs to another node or nothing identifies it. node: "" for any node."""
     is_given = header is not None
     files = shard_files(run / path)
     scans = {number: scan_if_readable(file, None) for number, file in files.items()}
@@ -144,8 +118,9 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
         for run_ in scanned.runs:
             found.stored_nbytes += run_.end - run_.start
             for record, row in enumerate(run_.commit.rows, run_.commit.first):
-                found.records[record] = Sealed(row, run_.share)
+                found.rows[record], found.shares[record] = row, run_.share
     _fill(found, published)
+    found.rows = dict(sorted(found.rows.items()))
     return found
 
 
@@ -193,8 +168,8 @@ def _published(series: Path) -> Published | None:
 
 def _fill(found: SurveyedSeries, published: Published | None) -> None:
     """Identify the records whose COMMIT is lost from the published columns."""
-    count = max(max(found.records, default=-1) + 1, published.count if published else 0)
-    missing = [number for number in range(count) if number not in found.records]
+    count = max(max(found.rows, default=-1) + 1, published.count if published else 0)
+    missing = [number for number in range(count) if number not in found.rows]
     if missing and published is not None:
         try:
             columns = dict(enumerate(published.rows(missing[0], missing[-1] + 1), missing[0]))
@@ -206,9 +181,9 @@ def _fill(found: SurveyedSeries, published: Published | None) -> None:
                 stored_shape(found.header.dtype, columns[number][1])
             ):
                 row = row_from_columns(found.header, columns[number])
-                found.records[number] = Sealed(row, 0)
-    found.lost = [number for number in missing if number not in found.records]
-    while found.lost and found.lost[-1] > max(found.records, default=-1):
+                found.rows[number] = row
+    found.lost = [number for number in missing if number not in found.rows]
+    while found.lost and found.lost[-1] > max(found.rows, default=-1):
         found.lost.pop()
     named = len(missing) - len(found.lost)
     if missing:

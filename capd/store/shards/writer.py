@@ -115,15 +115,9 @@ class ShardWriter:
     def reopen(
         cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int, record: int
     ) -> ShardWriter:
-        """Continue a sealed shard that is not full. Everything except its index is copied to `path`.
+        """Continue a sealed shard that is not full. Everything except its index is copied to the new file `path`.
 
-        Args:
-            path: The new `.partial` file.
-            files: The run's open files.
-            number: The number of the shard.
-            sealed: The sealed file.
-            slots: The number of entries in the shard's index.
-            record: The number of the next record.
+        slots: the number of entries in the shard's index. record: the number of the next record.
 
         Raises:
             DamagedRecord: Nothing intact identifies the newest copies of the chunks.
@@ -242,10 +236,7 @@ class ShardWriter:
 def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[int, int]], int]:
     """Return the index of a sealed shard and its offset; from the frames if the index is damaged.
 
-    Args:
-        fd: The sealed shard.
-        slots: The number of entries in its index.
-        records: The number after its last record.
+    slots: the number of entries in its index. records: the number after its last record.
 
     Raises:
         DamagedRecord: The index is damaged, and the frames do not cover all records.

@@ -24,9 +24,9 @@ SPACE = (
     "catalog.before_write", "seal.before_index", "seal.after_rename",
 )  # fmt: skip
 
-MENDED = [("mend.before_rename", "partial"), ("mend.before_rename", "log")]  # by a start
-REBUILT = "catalog.before_swap"  # by `capd verify --rebuild-catalog`
-ON_DAMAGE = {name for name, _ in MENDED} | {REBUILT}
+REWRITTEN = [("recover.before_rename", "partial"), ("recover.before_rename", "log")]  # by a start
+REBUILT = "recover.after_logs"  # by `capd verify --rebuild-catalog`
+ON_DAMAGE = {name for name, _ in REWRITTEN}
 ON_THE_WAY = [name for name in failpoints.NAMES if name not in ON_DAMAGE]
 ACTIONS = ("kill", "error", "enospc")
 
@@ -67,11 +67,11 @@ def test_an_error_at_a_failpoint_loses_nothing_and_passes(name: str, action: str
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize(("name", "kind"), MENDED)
-def test_a_start_that_ends_while_it_mends_a_file_is_done_again(
+@pytest.mark.parametrize(("name", "kind"), REWRITTEN)
+def test_a_start_that_ends_while_it_rewrites_a_file_is_done_again(
     name: str, kind: str, action: str, site: Site
 ) -> None:
-    """Damage costs the record it touched, whatever becomes of the first attempt to write the file anew."""
+    """Damage costs the record it touched, whatever becomes of the first attempt to rewrite the file."""
     rank = site.loaded(30)
     site.kill()
     lost = SPOIL[kind](site.run, rank.rank)
@@ -83,7 +83,7 @@ def test_a_start_that_ends_while_it_mends_a_file_is_done_again(
         assert reached in site.says(), f"{name} was not reached\n{site.says()}"
         assert goes_on or exercise(site, rank, captures=10), site.says()  # the first one may be sent away
     site.finish(lost)
-    figures.note("mended behind an interruption", **{f"{kind} {action}": "lost 1"})
+    figures.note("rewritten after an interruption", **{f"{kind} {action}": "lost 1"})
 
 
 @pytest.mark.parametrize("action", ACTIONS)

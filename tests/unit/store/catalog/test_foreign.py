@@ -19,7 +19,7 @@ from capd.errors import DamagedRecord, NotAStore
 from capd.store.catalog.opening import DamagedCatalog, EmptyCatalog, connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, read_series
 from capd.store.documents.json_document import read_document
-from capd.store.repair.catalog import forget_completeness, rebuild_catalog
+from capd.store.repair.catalog import rebuild_catalog
 from capd.store.verify.run import verify_run
 from tests.kit.store.damaging import edit_catalog
 from tests.kit.store.writing import Writer, key
@@ -127,7 +127,6 @@ def test_a_catalog_with_other_tables_is_not_asked(run: Path, statements: str) ->
         connect_read_only(catalog(run))
     assert "the catalog is damaged" in found(run)
     assert [len(series) for series in capd.open(run).series] == [3, 3]
-    forget_completeness(run, "n0")  # runs no trigger
     rebuild_catalog(run, "n0")
     assert found(run) == ""
 

@@ -428,9 +428,9 @@ def test_a_partial_that_lost_its_only_new_commit_is_kept_in_the_quarantine(
 @pytest.mark.parametrize(
     "step",
     [
-        "capd.store.recover.mend.copy_aside",
-        "capd.store.recover.mend.rename",
-        "capd.store.recover.mend.sync_paths",
+        "capd.store.recover.damaged_files.copy_aside",
+        "capd.store.recover.damaged_files.rename",
+        "capd.store.recover.damaged_files.sync_paths",
     ],
 )
 def test_mending_that_is_interrupted_begins_again(

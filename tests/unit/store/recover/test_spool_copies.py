@@ -15,7 +15,7 @@ import capd
 from capd.errors import DamagedRecord
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.format.frames import FrameKind
-from capd.store.recover import mend
+from capd.store.recover import damaged_files
 from capd.store.repair.repair import repair
 from capd.store.run.options import open_files_within
 from capd.store.run.run_store import RunStore
@@ -123,7 +123,7 @@ def test_an_open_shard_with_a_sector_that_cannot_be_read_costs_what_stands_there
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, nbytes, offset)
 
-    monkeypatch.setattr(mend, "is_the_files_fault", lambda *_: True)
+    monkeypatch.setattr(damaged_files, "is_the_files_fault", lambda *_: True)
     monkeypatch.setattr("capd.store.recover.partials.is_the_files_fault", lambda *_: True)
     monkeypatch.setattr(os, "pread", pread)
 
@@ -160,16 +160,3 @@ def test_series_of_two_nodes_at_one_place_stay_apart(tmp_path: Path) -> None:
 
     assert done.is_complete
     assert [[r.iteration for r in series.records] for series in capd.open(new).series] == [[0, 1], [10, 11]]
-
-
-def test_an_open_shard_without_header_is_known_by_the_documents_of_its_series(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "a", **OPTIONS)
-    put(writer, "one", 0, 1)
-    run = image(writer, tmp_path / "b")
-    writer.close()
-    damage(spool(run, "*.partial"), FrameKind.HEADER, 0)
-    lose_names(run)
-
-    Writer(run.parent, **OPTIONS).close()
-
-    assert iterations(run, writer, "one") == [0, 1]
