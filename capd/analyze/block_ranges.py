@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from capd.analyze.blocks import Histogram, add_counts
+from capd.analyze.blocks import Histogram, histogram_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +40,8 @@ class BlockRanges:
 
     count: int = 0
     empty: int = 0
-    amax: Histogram = field(default_factory=dict)
-    ranges: Histogram = field(default_factory=dict)
+    amax: Histogram = field(default_factory=Counter)
+    ranges: Histogram = field(default_factory=Counter)
     widest: float = 0.0
 
     def add(self, other: BlockRanges) -> None:
@@ -48,20 +49,15 @@ class BlockRanges:
         self.count += other.count
         self.empty += other.empty
         self.widest = max(self.widest, other.widest)
-        add_counts(self.amax, other.amax)
-        add_counts(self.ranges, other.ranges)
+        self.amax.update(other.amax)
+        self.ranges.update(other.ranges)
 
 
 def block_ranges(values: torch.Tensor, block: Block, axis: int) -> BlockRanges | None:
-    """Return the ranges of the blocks of one tensor, NaN and Inf left out. Imports torch.
+    """Return the ranges of the blocks of one tensor along an axis, NaN and Inf left out. Imports torch.
 
-    Args:
-        values: A tensor of bfloat16, float16, float32 or float64, which is rounded to float32.
-        block: The size of a block.
-        axis: The axis of the blocks.
-
-    Returns:
-        The counts. None if the tensor has fewer than two dimensions, unless its blocks are along the last axis.
+    The tensor is of bfloat16, float16, float32 or float64, which is rounded to float32. The result is None if it has
+    fewer than two dimensions, unless its blocks are along the last axis.
     """
     from capd_client.formats.blocks import Layout, pieces, slabs
 
@@ -85,10 +81,5 @@ def _add(found: BlockRanges, magnitude: torch.Tensor) -> None:
     found.empty += int(len(largest) - len(high))
     if high.size:
         found.widest = max(found.widest, float((high - low).max()))
-        add_counts(found.amax, _counts(high))
-        add_counts(found.ranges, _counts(high - low))
-
-
-def _counts(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Histogram:
-    present, often = np.unique(np.floor(values).astype(np.int64), return_counts=True)
-    return dict(zip(present.tolist(), often.tolist(), strict=True))
+        found.amax.update(histogram_of(np.floor(high)))
+        found.ranges.update(histogram_of(np.floor(high - low)))

@@ -6,6 +6,7 @@ All numbers are counts, so tallies add up exactly in any order.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 from capd.analyze.distribution import counted_quantiles
 from capd.store.format.dtypes import value_table
 
-__all__ = ["BlockStatistics", "Histogram", "add_counts", "sqnr_histogram"]
+__all__ = ["BlockStatistics", "Histogram", "histogram_of", "sqnr_histogram"]
 
-Histogram = dict[int, int]
+Histogram = Counter[int]
 _E8M0_BIAS = 127
 # The limits to which the SQNR of a block is clipped.
 _LEAST_DB, _MOST_DB = -100, 400
@@ -43,7 +44,7 @@ class BlockStatistics:
     zero: int = 0
     invalid: int = 0
     saturated: int = 0
-    scales: Histogram = field(default_factory=dict)
+    scales: Histogram = field(default_factory=Counter)
     sqnr: Histogram | None = None
     exact: int = 0
 
@@ -54,10 +55,9 @@ class BlockStatistics:
         self.invalid += other.invalid
         self.saturated += other.saturated
         self.exact += other.exact
-        add_counts(self.scales, other.scales)
+        self.scales.update(other.scales)
         if other.sqnr is not None:
-            self.sqnr = {} if self.sqnr is None else self.sqnr
-            add_counts(self.sqnr, other.sqnr)
+            self.sqnr = (self.sqnr or Counter()) + other.sqnr
 
     @property
     def saturated_percent(self) -> float | None:
@@ -66,11 +66,11 @@ class BlockStatistics:
 
     def exponents(self) -> dict[int, int]:
         """Return the number of scales for each floor(log2(scale)), ascending."""
-        found: Histogram = {}
+        found: Histogram = Counter()
         for code, count in self.scales.items():
             value = self._log2(code)
             if value is not None:
-                add_counts(found, {math.floor(value): count})
+                found[math.floor(value)] += count
         return dict(sorted(found.items()))
 
     @property
@@ -108,10 +108,10 @@ class BlockStatistics:
         return float(code - _E8M0_BIAS if self.scale_type == "e8m0" else code)
 
 
-def add_counts(into: Histogram, other: Histogram) -> None:
-    """Add the counts of another histogram."""
-    for code, count in other.items():
-        into[code] = into.get(code, 0) + count
+def histogram_of(values: NDArray[np.generic]) -> Histogram:
+    """Return the count of each of some whole numbers."""
+    present, often = np.unique(values, return_counts=True)
+    return Counter(dict(zip(present.astype(np.int64).tolist(), often.tolist(), strict=True)))
 
 
 def sqnr_histogram(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> tuple[Histogram, int]:
@@ -126,7 +126,5 @@ def sqnr_histogram(signal: NDArray[np.float64], noise: NDArray[np.float64]) -> t
     """
     usable = (signal > 0) & (noise > 0)
     levels = np.floor(10 * (np.log10(signal[usable]) - np.log10(noise[usable])))
-    found = np.bincount(np.clip(levels, _LEAST_DB, _MOST_DB).astype(np.int64) - _LEAST_DB)
-    used = np.flatnonzero(found)
-    counts = zip((used + _LEAST_DB).tolist(), found[used].tolist(), strict=True)
-    return dict(counts), int(((signal > 0) & (noise == 0)).sum())
+    found = histogram_of(np.clip(levels, _LEAST_DB, _MOST_DB))
+    return found, int(((signal > 0) & (noise == 0)).sum())

@@ -54,13 +54,7 @@ class Difference:
 
 
 def difference_of(a: NDArray[np.generic], b: NDArray[np.generic], dtype: str) -> Difference:
-    """Return the difference of two records of one shape.
-
-    Args:
-        a: The stored elements of one record.
-        b: The stored elements of the other record.
-        dtype: The torch dtype's name of both.
-    """
+    """Return the difference of the stored elements of two records of one shape and torch dtype."""
     found = Difference(errors=Errors(records=1))
     left, right = a.reshape(-1), b.reshape(-1)
     for start in range(0, left.size, _BLOCK):

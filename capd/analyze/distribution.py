@@ -97,11 +97,8 @@ class Distribution:
         wanted = tuple(shares)
         # JSON, text and pages request the same quantiles.
         if wanted not in self._quantiles:
-            self._quantiles[wanted] = self._interpolated(wanted)
+            self._quantiles[wanted] = counted_quantiles(*self.finite(), wanted)
         return self._quantiles[wanted]
-
-    def _interpolated(self, shares: tuple[float, ...]) -> list[float] | None:
-        return counted_quantiles(*self.finite(), shares)
 
     def patterns(self) -> Iterator[tuple[str, NDArray[np.uint16], NDArray[np.int64]]]:
         """Yield for each grid its name, the occurring patterns, ascending, and the count of each."""

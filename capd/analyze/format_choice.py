@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from capd.errors import ConfigError
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_CHOICES", "DEFAULT_FORMATS", "FormatChoice", "choices"]
 
 DEFAULT_FORMATS = "fp8,mxfp8,mxfp4,nvfp4,hifp8"
-# A bare word is looked up in these options, in this order. Each word is allowed in one place.
-_BARE = ("elem", "scale_mode", "overflow", "rounding", "preset")
 _NAMES = ("elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
 _BLOCK = re.compile(r"(\d{1,9})(?:x(\d{1,9}))?")
 _AXIS = re.compile(r"-?\d{1,4}")
@@ -104,26 +103,26 @@ def _option(fmt: str, word: str) -> tuple[str, Any]:
         return name, _value(fmt, name, value)
     if _BLOCK.fullmatch(word):
         return "block", _block(word)
-    for name, allowed in _bare_words(fmt):
+    words = _bare_words(fmt)
+    for name, allowed in words.items():
         if word in allowed:
             return name, word
-    every = [option for _, allowed in _bare_words(fmt) for option in allowed]
-    known = ", ".join(dict.fromkeys(every))
+    known = ", ".join(dict.fromkeys(chain.from_iterable(words.values())))
     raise ConfigError(f"{fmt} has no option {word!r}; known: {known}, a block (32, 16x16), axis=-2")
 
 
-def _bare_words(fmt: str) -> Iterable[tuple[str, tuple[str, ...]]]:
+def _bare_words(fmt: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the words that need no name, by their options. Each word is allowed in one place."""
     from capd_client.formats.spec import FORMATS
 
     family = FORMATS[fmt]
-    allowed = (
-        family.elems,
-        family.scale_modes,
-        family.overflows,
-        family.roundings,
-        ("legacy",) if family.has_legacy else (),
-    )
-    return zip(_BARE, allowed, strict=True)
+    return {
+        "elem": family.elems,
+        "scale_mode": family.scale_modes,
+        "overflow": family.overflows,
+        "rounding": family.roundings,
+        "preset": ("legacy",) if family.has_legacy else (),
+    }
 
 
 def _value(fmt: str, name: str, value: str) -> Any:

@@ -60,22 +60,15 @@ def grids() -> Mapping[str, Grid]:
 
     Source: the definitions in `capd_client.formats`, which docs/formats.md has in a table.
     """
-    from capd_client.formats.elements import ELEMENTS, FP16
+    from capd_client.formats.elements import ELEMENTS, FP16, Element
 
-    found = [_hif8(), *map(_of_element, ELEMENTS.values()), _bf16(), _of_element(FP16)]
+    bf16 = Element("bf16", 8, 7, 127, float(0xFF << 120))
+    found = [_hif8(), *map(_of_element, (*ELEMENTS.values(), bf16, FP16))]
     return MappingProxyType({grid.label: grid for grid in found})
 
 
 def grid_of(fmt: str, elem: str | None = None) -> Grid:
-    """Return the grid of a format of `capd.formats`, or of its elements if it has any.
-
-    Args:
-        fmt: The format.
-        elem: The element, None for the format's default.
-
-    Raises:
-        KeyError: If there is no such format.
-    """
+    """Return the grid of a format of `capd.formats`, or of its elements if it has any: `elem`, or else its default."""
     from capd_client.formats.spec import FORMATS
 
     return grids()[elem or next(iter(FORMATS[fmt].elems), fmt)]
@@ -87,12 +80,6 @@ def _of_element(element: Element) -> Grid:
     bits |= dict.fromkeys(range(low, element.max_exponent + 1), element.mantissa_bits)
     smallest = 2.0 ** (low - element.mantissa_bits)
     return Grid(element.name, element.max_value, 2.0**low, smallest, MappingProxyType(bits))
-
-
-def _bf16() -> Grid:
-    from capd_client.formats.elements import Element
-
-    return _of_element(Element("bf16", 8, 7, 127, float(0xFF << 120)))
 
 
 def _hif8() -> Grid:
@@ -109,7 +96,6 @@ class Overflow:
 
     Attributes:
         label: The grid's label.
-        scaled: Whether one scale took the largest magnitude to the grid's largest value.
         count: All elements.
         above: |x| > largest.
         below: 0 < |x| < smallest, even if rounding would take x to the smallest value.
@@ -117,7 +103,6 @@ class Overflow:
     """
 
     label: str
-    scaled: bool
     count: int
     nan: int
     inf: int
@@ -155,11 +140,8 @@ def severity(percent: float | None) -> str:
 def overflow_of(distribution: Distribution, grid: Grid, *, scaled: bool = False) -> Overflow:
     """Count the elements outside of the grid.
 
-    Args:
-        distribution: The elements.
-        grid: The grid.
-        scaled: Whether to scale all elements so that their largest magnitude becomes the grid's largest value, as
-            per-tensor scaling does. No element is above then.
+    `scaled` scales all elements so that their largest magnitude becomes the grid's largest value, as per-tensor scaling
+    does. No element is above then.
     """
     values, counts = distribution.finite()
     nan, inf = distribution.specials()
@@ -173,7 +155,6 @@ def overflow_of(distribution: Distribution, grid: Grid, *, scaled: bool = False)
 
     return Overflow(
         label=grid.label,
-        scaled=scaled,
         count=int(counts.sum()) + nan + inf,
         nan=nan,
         inf=inf,

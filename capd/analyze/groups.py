@@ -113,7 +113,7 @@ class Groups:
     """Tallies by one field or by several.
 
     Attributes:
-        groupings: The fields of each grouping.
+        groupings: The fields of each grouping, and whether it keeps distributions.
     """
 
     def __init__(self, groupings: Mapping[Fields, bool], channels: Collection[Fields] = ()) -> None:
@@ -123,18 +123,13 @@ class Groups:
             groupings: The fields of each grouping, and whether it keeps distributions.
             channels: The groupings that keep channels, if channels are requested.
         """
-        self._groupings, self._channels = groupings, channels
+        self.groupings, self._channels = groupings, channels
         self._tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = {fields: {} for fields in groupings}
-
-    @property
-    def groupings(self) -> Iterable[Fields]:
-        """The fields of each grouping."""
-        return self._groupings
 
     def add(self, grouping: Fields, values: Sequence[Value], tally: Tally) -> None:
         """Add records that have these values of the grouping's fields."""
         held = self._tallies[grouping].setdefault(tuple(values), Tally())
-        held.add(tally, values=self._groupings[grouping], channels=grouping in self._channels)
+        held.add(tally, values=self.groupings[grouping], channels=grouping in self._channels)
 
     def by(self, *grouping: str, **only: Value) -> dict[tuple[Value, ...], Tally]:
         """Return the groups of a grouping by their values, in order, None first.

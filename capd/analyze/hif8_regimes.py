@@ -51,8 +51,8 @@ BESIDE: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 )
 """The formats without a scale that are compared with HiFloat8: label → name and options in `capd.formats`."""
 
-_ZERO, _UNDERFLOW, _OVERFLOW = "zero", "underflow", "overflow"
-_CODES, _INFINITY_CODE, _SIGN_CODE = 256, 0x6F, 0x80
+_ZERO, _UNDERFLOW, _OVERFLOW, _NAN = "zero", "underflow", "overflow", "NaN"
+_CODES = 256
 Values = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
@@ -100,7 +100,7 @@ class Hif8Use:
     @property
     def codes_used(self) -> int:
         """The number of the FINITE_CODES that occur."""
-        return int(np.count_nonzero(self.codes[_finite_codes()]))
+        return int(np.count_nonzero(self.codes[~np.isin(_regime_of_codes(), (_OVERFLOW, _NAN))]))
 
     @property
     def entropy_bits(self) -> float | None:
@@ -111,25 +111,28 @@ class Hif8Use:
 
 def hif8_use(distribution: Distribution) -> Hif8Use:
     """Count how the finite elements use the format. Imports torch."""
+    from capd_client.formats.hif8 import mantissa_bits
+
     values, counts = distribution.finite()
     codes, found = _encoded(values)
     of_code = np.bincount(codes, counts, _CODES).astype(np.int64)
     total = int(counts.sum())
-    names = _names(codes, values)
-    usable = np.isfinite(found)
+    of_codes, usable = _regime_of_codes(), np.isfinite(found)
+    names = np.where(values == 0, _ZERO, of_codes[codes])
     regimes = []
     for name in (_ZERO, _UNDERFLOW, *REGIMES, _OVERFLOW):
         here = names == name
-        own = _codes_of(name)
+        # Zeros and underflows become the same code.
+        own = of_code[of_codes == (_UNDERFLOW if name == _ZERO else name)]
         number = int(counts[here].sum())
         regimes.append(
             Regime(
                 name,
-                _mantissa_bits(name),
+                mantissa_bits(REGIMES[name][0]) if name in REGIMES else None,
                 number,
                 number / total if total else 0.0,
                 own.size,
-                int(np.count_nonzero(of_code[own])),
+                int(np.count_nonzero(own)),
                 _errors(values, found, counts, here & usable),
             )
         )
@@ -162,9 +165,8 @@ def exponent_errors(distribution: Distribution) -> ExponentErrors:
         found = _quantised(values, fmt, options)
         usable = np.isfinite(found)
         errors[label] = [_errors(values, found, counts, (binades == one) & usable) for one in exponents]
-    return ExponentErrors(
-        [int(one) for one in exponents], [int(counts[binades == one].sum()) for one in exponents], errors
-    )
+    numbers = [int(counts[binades == one].sum()) for one in exponents]
+    return ExponentErrors(exponents.tolist(), numbers, errors)
 
 
 def _encoded(values: Values) -> tuple[NDArray[np.uint8], Values]:
@@ -182,11 +184,10 @@ def _quantised(values: Values, fmt: str, options: Mapping[str, Any]) -> Values:
 
     from capd.formats import qdq
 
-    # No format may gain from clipping.
-    overflow: dict[str, Any] = {"overflow": "inf"}
     # The conversion is exact, because the values are patterns of bfloat16 and float16.
     single = torch.from_numpy(values.astype(np.float32))
-    return qdq(single, fmt, **{**options, **overflow}).numpy().astype(np.float64)
+    # No format may gain from clipping.
+    return qdq(single, fmt, **{**options, "overflow": "inf"}).numpy().astype(np.float64)
 
 
 def _errors(values: Values, found: Values, counts: Counts, where: NDArray[np.bool_]) -> Errors:
@@ -195,39 +196,16 @@ def _errors(values: Values, found: Values, counts: Counts, where: NDArray[np.boo
     return errors
 
 
-def _names(codes: NDArray[np.uint8], values: Values) -> NDArray[np.str_]:
-    """Return the regime of each value by its code."""
-    names = np.full(_CODES, _OVERFLOW, dtype="U9")
-    for name in REGIMES:
-        names[_codes_of(name)] = name
-    names[0] = _UNDERFLOW
-    found = names[codes]
-    found[values == 0] = _ZERO
-    return found
+def _regime_of_codes() -> NDArray[np.str_]:
+    """Return the name of each code's regime. Code 0, of which only one sign exists, belongs to "underflow"."""
+    from capd_client.formats.hif8 import INFINITY_CODE, NAN_CODE, first_code, mantissa_bits
 
-
-def _codes_of(name: str) -> NDArray[np.intp]:
-    """Return the codes of a regime, of both signs."""
-    from capd_client.formats.hif8 import first_code, mantissa_bits
-
-    if name == _OVERFLOW:
-        return np.array([_INFINITY_CODE, _INFINITY_CODE | _SIGN_CODE])
-    if name not in REGIMES:
-        return np.array([0])
-    positive = [
-        first_code(exponent) + step
-        for exponent in REGIMES[name]
-        for step in range(1 << mantissa_bits(exponent))
-    ]
-    usable = np.array([code for code in positive if code != _INFINITY_CODE])
-    return np.concatenate([usable, usable | _SIGN_CODE])
-
-
-def _mantissa_bits(name: str) -> int | None:
-    from capd_client.formats.hif8 import mantissa_bits
-
-    return mantissa_bits(REGIMES[name][0]) if name in REGIMES else None
-
-
-def _finite_codes() -> NDArray[np.intp]:
-    return np.concatenate([np.array([0]), *map(_codes_of, REGIMES)])
+    positive = np.full(_CODES // 2, _UNDERFLOW, dtype="U9")
+    for name, exponents in REGIMES.items():
+        for exponent in exponents:
+            first = first_code(exponent)
+            positive[first : first + (1 << mantissa_bits(exponent))] = name
+    positive[INFINITY_CODE] = _OVERFLOW
+    names = np.tile(positive, 2)
+    names[NAN_CODE] = _NAN
+    return names

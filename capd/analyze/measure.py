@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capd.analyze.blocks import BlockStatistics, add_counts, sqnr_histogram
+from capd.analyze.blocks import BlockStatistics, histogram_of, sqnr_histogram
 from capd.analyze.distribution import Distribution, distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
@@ -40,13 +41,7 @@ def measure_each(
     *,
     per_block: bool = False,
 ) -> tuple[dict[str, Errors], list[str]]:
-    """Measure the errors of one tensor in each format.
-
-    Args:
-        values: The tensor.
-        distribution: The tensor's distribution.
-        choices: The formats.
-        per_block: Whether to keep the distribution of the blocks' SQNR, too.
+    """Measure the errors of one tensor in each format. `per_block` keeps the distribution of the blocks' SQNR, too.
 
     Returns:
         The errors by the format's label, and the reasons why some formats do not take the tensor.
@@ -185,13 +180,11 @@ def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, grid: Grid) -> N
     blocks.invalid += int(np.count_nonzero(~np.isfinite(amax)))
     blocks.saturated += int(np.count_nonzero(usable & (amax > after * np.float32(grid.largest * _ROUNDING))))
     codes = stored[usable] if stored.dtype == np.uint8 else np.frexp(stored[usable])[1] - 1
-    chosen, often = np.unique(codes, return_counts=True)
-    add_counts(blocks.scales, dict(zip(chosen.tolist(), often.tolist(), strict=True)))
+    blocks.scales.update(histogram_of(codes))
 
 
 def _add_block_errors(blocks: BlockStatistics, x: Floats, y: Floats) -> None:
     d = y - x
     levels, without = sqnr_histogram(np.square(x).sum(-1), np.square(d, out=d).sum(-1))
-    blocks.sqnr = {} if blocks.sqnr is None else blocks.sqnr
-    add_counts(blocks.sqnr, levels)
+    blocks.sqnr = (blocks.sqnr or Counter()) + levels
     blocks.exact += without

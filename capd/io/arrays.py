@@ -30,7 +30,7 @@ from capd.store.read.series import Record, Series
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 
-__all__ = ["SUFFIXES", "export_arrays"]
+__all__ = ["SUFFIXES", "described", "export_arrays"]
 
 _FORMAT = 1
 _SAFETENSORS = {
@@ -72,19 +72,20 @@ def _nbytes(series: Series, record: Record) -> int:
 
 
 def _description(run_id: str, series: Series, records: Sequence[Record]) -> str:
-    described = {
+    document = {
         "format": _FORMAT,
         "run": run_id,
         "path": series.path,
         "key": msgspec.to_builtins(series.key),
         "dtype": series.dtype,
         "attributes": series.attributes,
-        "records": [_described(record) for record in records],
+        "records": [described(record) for record in records],
     }
-    return json.dumps(described)
+    return json.dumps(document)
 
 
-def _described(record: Record) -> dict[str, Any]:
+def described(record: Record) -> dict[str, Any]:
+    """Return all that is known of a record except its elements and statistics, as plain values."""
     return {
         "record": record.index,
         "shape": list(record.shape),

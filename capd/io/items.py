@@ -167,13 +167,10 @@ def _unreadable(name: str, error: StoreError) -> Item:
 
 
 def items_of_files(root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True) -> Items:
-    """Return the tensor files below `root`. Loading a file makes the same checks as an import.
+    """Return the tensor files below `root` whose keys pass all tests. Loading a file makes the checks of an import.
 
-    Args:
-        root: The directory.
-        tests: Tests on keys. A file is tested when it is loaded.
-        layer_base: The number of the first layer in files that capd did not write.
-        statistics: Whether loading a file computes its statistics.
+    A file is tested when it is loaded. `layer_base` is the number of the first layer in files that capd did not write.
+    Without `statistics`, loading a file does not compute them.
 
     Raises:
         OSError: If `root` cannot be read.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from capd.io.sides import Entry
@@ -50,24 +52,27 @@ def matched(left: Iterable[Entry], right: Iterable[Entry], free: Collection[str]
     """Match two sides.
 
     If several records of a side have one identity, records of equal dtypes and shapes are matched first, then the rest
-    in capture order.
-
-    Args:
-        left: The records of one side.
-        right: The records of the other side.
-        free: The fields of keys and moments in which the two records of a pair may differ.
+    in capture order. The two records of a pair may differ in the `free` fields of keys and moments.
     """
-    waiting, found = _Waiting(free), Matched([], [], [])
+    identity = attrgetter(
+        *(f"key.{name}" for name in KEY if name not in free),
+        *(f"moment.{name}" for name in MATCHED_MOMENT if name not in free),
+    )
+    waiting: dict[Any, list[Entry]] = {}
     for entry in right:
-        waiting.put(entry)
+        waiting.setdefault(identity(entry), []).append(entry)
+    found = Matched([], [], [])
     for entry in left:
-        other = waiting.take(entry)
-        if other is None:
-            found.only_left.append(entry)
+        partners = waiting.get(identity(entry))
+        if partners:
+            alike = (
+                at for at, one in enumerate(partners) if (one.dtype, one.shape) == (entry.dtype, entry.shape)
+            )
+            found.pairs.append(Pair(entry, partners.pop(next(alike, 0))))
         else:
-            found.pairs.append(Pair(entry, other))
+            found.only_left.append(entry)
     found.pairs.sort(key=lambda pair: _executed(pair.left))
-    return found._replace(only_right=waiting.rest())
+    return found._replace(only_right=list(chain.from_iterable(waiting.values())))
 
 
 def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, tuple[list[Any], list[Any]]]:
@@ -79,36 +84,6 @@ def disjoint_fields(left: Sequence[Entry], right: Sequence[Entry]) -> dict[str, 
         if all(values) and not values[0] & values[1]:
             found[name] = (sorted(values[0], key=str), sorted(values[1], key=str))
     return found
-
-
-class _Waiting:
-    """The entries of one side that have no partner yet, by their identity."""
-
-    def __init__(self, free: Collection[str]) -> None:
-        self._key = [name for name in KEY if name not in free]
-        self._moment = [name for name in MATCHED_MOMENT if name not in free]
-        self._found: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Entry]]] = {}
-
-    def put(self, entry: Entry) -> None:
-        key, moment = self._identity(entry)
-        self._found.setdefault(key, {}).setdefault(moment, []).append(entry)
-
-    def take(self, entry: Entry) -> Entry | None:
-        key, moment = self._identity(entry)
-        some = self._found.get(key, {}).get(moment)
-        if not some:
-            return None
-        same = (at for at, one in enumerate(some) if (one.dtype, one.shape) == (entry.dtype, entry.shape))
-        return some.pop(next(same, 0))
-
-    def rest(self) -> list[Entry]:
-        return [entry for moments in self._found.values() for some in moments.values() for entry in some]
-
-    def _identity(self, entry: Entry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (
-            tuple([getattr(entry.key, name) for name in self._key]),
-            tuple([getattr(entry.moment, name) for name in self._moment]),
-        )
 
 
 def _executed(entry: Entry) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """One side of a comparison: the records of a run or of tensor files, found by key and moment.
 
-An entry takes some 600 bytes, so a run of a million records can be matched. Elements are read on request.
+An entry takes some 800 bytes, so a run of a million records can be matched. Elements are read on request.
 """
 
 from __future__ import annotations

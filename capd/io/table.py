@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from capd.io.arrays import described
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Moment
@@ -88,12 +89,7 @@ def _row(run_id: str, series: Series, record: Record) -> dict[str, Any]:
         **msgspec.structs.asdict(series.key),
         "dtype": series.dtype,
         "kept": series.kept,
-        "record": record.index,
-        **{name: getattr(record, name) for name in Moment.__struct_fields__},
-        "shape": record.shape,
-        "device": record.device,
-        "requires_grad": record.requires_grad,
-        "is_leaf": record.is_leaf,
+        **described(record),
         "metadata": json.dumps(record.metadata),
         "attributes": json.dumps(record.attributes),
         **{name: getattr(stats, name) for name in _COUNTS},

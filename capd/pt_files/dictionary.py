@@ -180,7 +180,7 @@ def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: i
         said = {"quant_type": directory, **(name.fields if name else {}), **_standard(metadata)}
         key, moment = _key(said, layer_base), _moment(_when(said, metadata, name))
         attributes, own = {}, {str(k): v for k, v in metadata.items() if k not in _STANDARD}
-    attributes = _plain(attributes, _MAX_ATTRIBUTES_NBYTES)
+    attributes, own = _plain(attributes, _MAX_ATTRIBUTES_NBYTES), _plain(own, MAX_METADATA_NBYTES)
     device = str(info.get("device", "cpu"))[:64]
     _must_be_writable(key, device, attributes)
     return Capture(
@@ -189,7 +189,7 @@ def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: i
         device,
         bool(info.get("requires_grad", False)),
         bool(info.get("is_leaf", False)),
-        json.dumps(kept, ensure_ascii=False) if (kept := _plain(own, MAX_METADATA_NBYTES)) else "",
+        json.dumps(own, ensure_ascii=False) if own else "",
         attributes,
     )
 

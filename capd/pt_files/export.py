@@ -1,11 +1,13 @@
 """Writes records as tensor_saver's files, which plain torch.load(weights_only=True) reads.
 
-Files get their names in the order of the series and their records. Each large record is read and written by one of a
-few threads. About 128 MiB of records are in memory at once, or one record if it is larger.
+Each quant type has a directory, as tensor_saver lays it out. Files get their names in the order of the series and their
+records. Each large record is read and written by one of a few threads. About 128 MiB of records are in memory at once,
+or one record if it is larger.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,8 +18,8 @@ from typing import Any, BinaryIO
 from capd.ahead import ahead, worker_threads
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.pt_files.dictionary import Naming, dictionary_of
-from capd.pt_files.directory import TensorDirectory
-from capd.pt_files.names import file_name, stamp_of
+from capd.pt_files.names import file_name, name_parts, stamp_of
+from capd.store.documents.names import component
 from capd.store.read.series import Record, Series, tensor_of
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
@@ -44,7 +46,7 @@ def export_pt(
         OSError: If a file cannot be written.
     """
     with locked_directory(out), worker_threads(threads, "export") as pool:
-        job = _Export(run_id, naming, TensorDirectory(out), pool)
+        job = _Export(run_id, naming, out, pool)
         for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
             yield ExportedFile(*done(), 1, _nbytes(item))
 
@@ -67,10 +69,10 @@ def _nbytes(item: tuple[Series, Record]) -> int:
 
 
 class _Export:
-    def __init__(
-        self, run_id: str, naming: Naming, directory: TensorDirectory, pool: ThreadPoolExecutor
-    ) -> None:
-        self._run_id, self._naming, self._directory, self._pool = run_id, naming, directory, pool
+    def __init__(self, run_id: str, naming: Naming, out: Path, pool: ThreadPoolExecutor) -> None:
+        self._run_id, self._naming, self._out, self._pool = run_id, naming, out, pool
+        # The last counter in each directory.
+        self._counters: dict[Path, int] = {}
         self._series: Series | None = None
         self._stamp = ""
 
@@ -82,7 +84,7 @@ class _Export:
         # If the clock was set back, the names must still keep the order.
         self._stamp = max(self._stamp, stamp_of(record.time_ns))
         key, naming = series.key, self._naming
-        directory, counter = self._directory.place(key.quant_type)
+        directory, counter = self._place(key.quant_type)
         moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
         name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
         write = partial(self._write, series, record, directory / name)
@@ -90,6 +92,16 @@ class _Export:
             return self._pool.submit(write).result
         written = write()
         return lambda: written
+
+    def _place(self, quant_type: str) -> tuple[Path, int]:
+        """Return the directory of a quant type and the next counter in it, larger than all that are there."""
+        directory = self._out / component(quant_type)
+        if directory not in self._counters:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            known = (name_parts(name) for name in os.listdir(directory))
+            self._counters[directory] = max((parts.counter for parts in known if parts), default=0)
+        self._counters[directory] += 1
+        return directory, self._counters[directory]
 
     def _write(self, series: Series, record: Record, path: Path) -> tuple[Path, int]:
         bits = series.read(record.index)

@@ -35,43 +35,31 @@ def stamp_of(time_ns: int) -> str:
 
 
 def file_name(scheme: Scheme, key: Key, moment: Moment, layer: int | None, stamp: str, counter: int) -> str:
-    """Return the name of a record's file.
+    """Return the name of a record's file. The key and the layer are as the file shows them.
 
     Characters that are awkward in file names become "-". If the name would be too long, its words are cut.
-
-    Args:
-        scheme: The scheme, A, B or C.
-        key: The key, with the tensor name that the file shows.
-        moment: The record's moment.
-        layer: The number of the layer that the file shows.
-        stamp: The time, as `stamp_of` returns it.
-        counter: The number that orders files of one time.
     """
-    name = _joined(scheme, key, moment, layer, stamp, counter, _LONG_PART)
-    if len(name) > _MAX_NAME_CHARS:
-        name = _joined(scheme, key, moment, layer, stamp, counter, _SHORT_PART)
-    return name
 
+    def joined(most: int) -> str:
+        def word(text: str) -> str:
+            return _UNSAFE.sub("-", text)[:most] or "unknown"
 
-def _joined(
-    scheme: Scheme, key: Key, moment: Moment, layer: int | None, stamp: str, counter: int, most: int
-) -> str:
-    def word(text: str) -> str:
-        return _UNSAFE.sub("-", text)[:most] or "unknown"
+        parts = [stamp, f"{counter:04d}"]
+        if scheme == "C":
+            parts.append(f"iter{moment.iteration:03d}")
+        parts.append(word(key.layer_type))
+        if layer is not None:
+            parts.append(f"L{layer}")
+        parts.append(word(key.operation))
+        if scheme != "A":
+            parts += [word(key.phase), word(key.component)]
+        parts.append(word(key.quant_type))
+        if scheme == "C":
+            parts += [f"rank{key.rank}", f"sample{moment.sample_idx or 0}"]
+        return "_".join((*parts, word(key.tensor_name))) + ".pt"
 
-    parts = [stamp, f"{counter:04d}"]
-    if scheme == "C":
-        parts.append(f"iter{moment.iteration:03d}")
-    parts.append(word(key.layer_type))
-    if layer is not None:
-        parts.append(f"L{layer}")
-    parts.append(word(key.operation))
-    if scheme != "A":
-        parts += [word(key.phase), word(key.component)]
-    parts.append(word(key.quant_type))
-    if scheme == "C":
-        parts += [f"rank{key.rank}", f"sample{moment.sample_idx or 0}"]
-    return "_".join((*parts, word(key.tensor_name))) + ".pt"
+    name = joined(_LONG_PART)
+    return name if len(name) <= _MAX_NAME_CHARS else joined(_SHORT_PART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,13 +74,8 @@ def compare_each(
 ) -> Iterator[Skipped | int]:
     """Compare all pairs in order.
 
-    About 128 MiB of records are in memory at once, or one pair if it is larger.
-
-    Args:
-        matched: The pairs.
-        found: Receives the differences.
-        threads: The number of reading threads.
-        until_first: Whether to end at the first pair beyond the tolerance.
+    About 128 MiB of records are in memory at once, or one pair if it is larger. `found` receives the differences.
+    `until_first` ends at the first pair beyond the tolerance.
 
     Yields:
         The bytes of each pair, or the reason why it could not be read.

@@ -35,13 +35,7 @@ _WITH_ERRORS: tuple[Fields, ...] = (
 
 
 def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) -> dict[str, Any]:
-    """Make the whole document, with unrounded floats.
-
-    Args:
-        sources: The names of the runs or directories that were read.
-        gathered: The gathered records.
-        quick: Whether only stored statistics were read.
-    """
+    """Make the document of records from the named runs or directories. `quick`: only stored statistics were read."""
     groups = gathered.groups
     return {
         "written_by": MARK,

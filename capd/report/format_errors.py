@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from capd.analyze.block_ranges import BlockRanges
-from capd.analyze.blocks import BlockStatistics, Histogram
+from capd.analyze.blocks import BlockStatistics
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
@@ -23,6 +23,7 @@ METRICS = (
     "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
 )  # fmt: skip
 BLOCK_SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_BLOCK_NUMBERS = ("count", "zero", "invalid", "saturated", "saturated_percent", "scale_type")
 _VALUES = ("count", "nan", "inf", "zero", "absmax", "mean", "std")
 
 
@@ -94,12 +95,7 @@ def _plain_blocks(blocks: BlockStatistics) -> dict[str, Any]:
     found = None if blocks.sqnr is None else blocks.sqnr_quantiles(BLOCK_SHARES)
     quantiles = None if found is None else dict(zip(map(str, BLOCK_SHARES), found, strict=True))
     return {
-        "count": blocks.count,
-        "zero": blocks.zero,
-        "invalid": blocks.invalid,
-        "saturated": blocks.saturated,
-        "saturated_percent": blocks.saturated_percent,
-        "scale_type": blocks.scale_type,
+        **{name: getattr(blocks, name) for name in _BLOCK_NUMBERS},
         "scales": _plain(blocks.scales),
         "scale_exponents": _plain(blocks.exponents()),
         "scale_log2_mean": blocks.scale_log2_mean,
@@ -120,5 +116,5 @@ def _plain_ranges(ranges: BlockRanges) -> dict[str, Any]:
     }
 
 
-def _plain(histogram: Histogram) -> dict[str, int]:
+def _plain(histogram: Mapping[int, int]) -> dict[str, int]:
     return {str(level): count for level, count in sorted(histogram.items())}

@@ -13,19 +13,11 @@ from capd.analyze.grids import Overflow, grids, overflow_of, severity
 from capd.analyze.groups import Groups, Value
 from capd.analyze.hif8_regimes import FINITE_CODES, Hif8Use, exponent_errors, hif8_use
 
-__all__ = [
-    "RANGES",
-    "OverflowPair",
-    "exponent_numbers",
-    "format_numbers",
-    "hif8_numbers",
-    "of_types",
-    "overflow_by_type",
-]
+__all__ = ["RANGES", "exponent_numbers", "format_numbers", "hif8_numbers", "of_types", "overflow_by_type"]
 
 RANGES = ("hifp8", "e4m3", "e5m2", "e2m1", "fp16", "bf16")
 """The labels of the grids (`capd.analyze.grids`) against which values are checked."""
-OverflowPair = tuple[Overflow, Overflow]
+_REGIME = ("mantissa_bits", "count", "share", "codes", "codes_used")
 _OUTSIDE = ("count", "nan", "inf", "zero", "above", "below", "flushed")
 
 
@@ -35,7 +27,7 @@ def of_types(groups: Groups) -> dict[Value, Distribution]:
     return {one: each for one, each in found.items() if each is not None}
 
 
-def overflow_by_type(groups: Groups) -> dict[Value, dict[str, OverflowPair]]:
+def overflow_by_type(groups: Groups) -> dict[Value, dict[str, tuple[Overflow, Overflow]]]:
     """Count the values outside of each grid by quant type: without a scale, and under one scale for the whole type."""
     return {
         one: {
@@ -67,12 +59,8 @@ def format_numbers(groups: Groups) -> dict[str, Any]:
 def exponent_numbers(distribution: Distribution, **metrics: str) -> dict[str, Any]:
     """Return the errors of formats without a scale, by the exponent of the value.
 
-    Args:
-        distribution: The values.
-        metrics: The property of `Errors` for each name of a metric in the result.
-
-    Returns:
-        `exponents`, the `counts` of their values, and for each metric and format a number for each exponent.
+    They are `exponents`, the `counts` of their values, and for each metric and format a number for each exponent.
+    `metrics` names the property of `Errors` for each metric.
     """
     found = exponent_errors(distribution)
     return {
@@ -95,15 +83,7 @@ def hif8_numbers(use: Hif8Use) -> dict[str, Any]:
         "entropy_bits": use.entropy_bits,
         **_errors(use.errors),
         "regimes": [
-            {
-                "regime": one.name,
-                "mantissa_bits": one.mantissa_bits,
-                "count": one.count,
-                "share": one.share,
-                "codes": one.codes,
-                "codes_used": one.codes_used,
-                **_errors(one.errors),
-            }
+            {"regime": one.name, **{name: getattr(one, name) for name in _REGIME}, **_errors(one.errors)}
             for one in use.regimes
         ],
     }

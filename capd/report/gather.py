@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -49,15 +50,15 @@ class GatheredRecords:
             and no element was read.
         unmeasured: The number of records without an error of the requested formats, by series or file and reason.
         series: The summary of each series, if it was requested.
-        emulations: The number of records by quant type and active emulation, None if a record does not name it.
+        emulations: The quant types and emulations that were active, None if a record does not name it.
     """
 
     groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
     series: SeriesSummaries | None = None
-    emulations: dict[tuple[str, str | None], int] = field(default_factory=dict)
+    emulations: set[tuple[str, str | None]] = field(default_factory=set)
     skipped: list[Skipped] = field(default_factory=list)
     without_statistics: int = 0
-    unmeasured: dict[tuple[str, str], int] = field(default_factory=dict)
+    unmeasured: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def gather(
@@ -111,9 +112,8 @@ class _Adding:
 
     def __init__(self, gathered: GatheredRecords) -> None:
         self._gathered, self._groups = gathered, gathered.groups
-        groupings = list(gathered.groups.groupings)
-        self._of_moments = [fields for fields in groupings if set(fields) & _MOMENT]
-        self._of_keys = [fields for fields in groupings if not set(fields) & _MOMENT]
+        self._of_moments = [fields for fields in self._groups.groupings if set(fields) & _MOMENT]
+        self._of_keys = [fields for fields in self._groups.groupings if not set(fields) & _MOMENT]
         self._key: Key | None = None
         self._tally = Tally()
 
@@ -128,10 +128,8 @@ class _Adding:
             self._groups.add(fields, values, measured.tally)
         self._gathered.without_statistics += not measured.has_statistics
         for reason in measured.unmeasured:
-            place = name.rpartition("#")[0] or name, reason
-            self._gathered.unmeasured[place] = self._gathered.unmeasured.get(place, 0) + 1
-        said = loaded.key.quant_type, emulation_of(loaded)
-        self._gathered.emulations[said] = self._gathered.emulations.get(said, 0) + 1
+            self._gathered.unmeasured[name.rpartition("#")[0] or name, reason] += 1
+        self._gathered.emulations.add((loaded.key.quant_type, emulation_of(loaded)))
         if self._gathered.series is not None:
             self._gathered.series.add(name, measured)
 

@@ -13,12 +13,7 @@ __all__ = ["write_single"]
 
 
 def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
-    """Write a file, mode 0600.
-
-    Args:
-        path: The file.
-        payload: The content.
-        replace: Whether to replace an existing file, which stays unchanged if this fails.
+    """Write a file, mode 0600. With `replace` an existing one is replaced; it stays unchanged if this fails.
 
     Raises:
         CapdError: If the name is taken or the file cannot be created.

@@ -67,7 +67,7 @@ def _page(rows: Sequence[tuple[Value, int, OfTypes]], log: bool) -> Figure:
         left.set_title(f"{label(name)}, {number:,} channels: {_outliers(of_types)}")
         draw_ranks(right, of_types)
         right.set_title(f"{label(name)}: channels by rank")
-    legend(figure, [panel for row in axes for panel in row])
+    legend(figure, figure.axes)
     return figure
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,8 @@ from capd.report.figures.style import (
     new_figure,
     numbers_on,
     paged,
-    place_exponents,
     say,
+    share_exponents,
     style,
 )
 from capd.report.gather import BY_TENSOR
@@ -58,18 +59,15 @@ def _page(groups: Groups, wanted: Sequence[tuple[str, OfTypes]], shown: Sequence
     rows = -(-len(wanted) // columns)
     title = "Magnitudes: exponents of the values, precision of the formats"
     figure, axes = new_figure(title, 2 * rows, columns, (4.4, 2.3), height_ratios=(2.2, 1) * rows)
-    above = [panel for row in axes[::2] for panel in row]
-    below = [panel for row in axes[1::2] for panel in row]
-    for panel, strip, (what, of_types) in zip(above, below, wanted, strict=False):
+    pairs = [pair for two in zip(axes[::2], axes[1::2], strict=True) for pair in zip(*two, strict=True)]
+    for (panel, strip), (what, of_types) in zip(pairs, wanted, strict=False):
         exponent_shares(panel, groups, of_types)
         panel.set_title(what)
         precision_steps(strip, shown)
-        limits = place_exponents([panel, strip])
-        panel.set_xlim(limits)
-        strip.set_xlim(limits)
-    for panel in (*above[len(wanted) :], *below[len(wanted) :]):
+        share_exponents(panel, strip)
+    for panel in chain.from_iterable(pairs[len(wanted) :]):
         panel.remove()
-    legend(figure, [*above[: len(wanted)], *below[: len(wanted)]], "quant type; steps of formats")
+    legend(figure, figure.axes, "quant type; steps of formats")
     return figure
 
 

@@ -20,13 +20,9 @@ def lines_by_layer(
     numbers: Mapping[tuple[Value, ...], float | None],
     layers: Sequence[Value] | None = None,
 ) -> None:
-    """Draw a line for each quant type, with gaps for missing numbers. Values without a layer are drawn apart from it.
+    """Draw a line for each quant type, with gaps for missing numbers. Numbers without a layer are drawn apart from it.
 
-    Args:
-        panel: The panel.
-        groups: The records.
-        numbers: The numbers by quant type and layer.
-        layers: The layers of the x-axis, None for all.
+    `numbers` has them by quant type and layer. `layers` are those of the x-axis, None for all.
     """
     layers = groups.values("layer") if layers is None else layers
     for number, one in enumerate(groups.values("quant_type")):

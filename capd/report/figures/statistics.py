@@ -68,7 +68,7 @@ def _page(groups: Groups, names: Sequence[Value], title: str, draw: Draw, log: b
             draw(panel, groups, name, statistic)
             panel.set_title(f"{label(name)}: {statistic}")
             value_axis(panel, log=log)
-    legend(figure, [panel for row in axes for panel in row])
+    legend(figure, figure.axes)
     return figure
 
 

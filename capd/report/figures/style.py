@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAPS", "MOST_DRAWN", "Look", "Page", "bars", "bars_by_type", "drawable", "label", "legend", "log_ranks",
     "log_shares", "log_values", "must_have_matplotlib", "new_figure", "numbers_on", "paged", "panels_of",
-    "place_exponents", "say", "style", "ticks_at", "value_axis",
+    "say", "share_exponents", "style", "ticks_at", "value_axis",
 ]  # fmt: skip
 
 MAPS = "viridis"
@@ -146,14 +146,9 @@ def new_figure(
     *,
     height_ratios: Sequence[float] | None = None,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure of rows × columns axes, with the size and the title of the current look.
+    """Return a figure of rows × columns axes. The current look may replace its title and its size.
 
-    Args:
-        title: The title, unless the look has one.
-        rows: The number of rows.
-        columns: The number of columns.
-        cell: Width and height of each axes in inches, if the look has no size.
-        height_ratios: The relative heights of the rows.
+    `cell` is the width and height of each axes in inches, and `height_ratios` the relative heights of the rows.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -258,25 +253,21 @@ def ticks_at(values: Sequence[Value]) -> tuple[list[int], list[str]]:
     return places, [label(values[place]) for place in places]
 
 
-def place_exponents(panels: Sequence[Axes]) -> tuple[float, float]:
-    """Return the x-limits that panels of exponents share. They cover all values and the formats' range near them."""
-    values, formats = ((panel.dataLim.x0, panel.dataLim.x1) for panel in panels)
-    if not math.isfinite(values[0]):
-        return formats
-    return min(values[0], max(formats[0], -40)) - 1, max(values[1], min(formats[1], 40)) + 1
+def share_exponents(values: Axes, formats: Axes) -> None:
+    """Give two panels of exponents one x-axis. It covers all values, and the formats' range near them."""
+    (low, high), (first, last) = ((panel.dataLim.x0, panel.dataLim.x1) for panel in (values, formats))
+    if math.isfinite(low):
+        first, last = min(low, max(first, -40)) - 1, max(high, min(last, 40)) + 1
+    for panel in (values, formats):
+        panel.set_xlim(first, last)
 
 
 def numbers_on(axis: Any, *, whole: bool = False) -> None:
-    """Write tick labels as plain numbers of few digits, without an offset in a corner, which would meet the title.
-
-    Args:
-        axis: The axis.
-        whole: Whether to allow only whole numbers.
-    """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    """Write tick labels as plain numbers of few digits, or only whole numbers. An offset would meet the title."""
+    from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=4 if whole else 5, integer=whole))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+    axis.set_major_formatter("{x:.6g}")
 
 
 def value_axis(panel: Axes, *, log: bool) -> None:
@@ -313,7 +304,7 @@ def log_values(panel: Axes) -> None:
         _plain_powers(panel.yaxis, high / low)
     elif largest > 0:
         panel.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(largest) - 2))
-        _plain_numbers(panel.yaxis)
+        panel.yaxis.set_major_formatter("{x:g}")
 
 
 def log_ranks(panel: Axes) -> None:
@@ -328,13 +319,7 @@ def _plain_powers(axis: Any, ratio: float) -> None:
     powers = LogLocator(subs=(1, 2, 5) if ratio < _FEW_DECADES else (1,), numticks=6)
     axis.set_major_locator(MaxNLocator(nbins=4) if ratio < _EVEN else powers)
     axis.set_minor_locator(NullLocator())
-    _plain_numbers(axis)
-
-
-def _plain_numbers(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
 
 
 def paged(items: Sequence[T], most: int, name: str) -> Iterator[tuple[str, Sequence[T]]]:

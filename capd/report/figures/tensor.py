@@ -19,8 +19,8 @@ from capd.report.figures.style import (
     legend,
     new_figure,
     numbers_on,
-    place_exponents,
     say,
+    share_exponents,
     value_axis,
 )
 from capd.report.gather import BY_TENSOR
@@ -56,8 +56,7 @@ def _page(groups: Groups, name: Value, log: bool) -> Figure:
     precision_steps(precision, GRIDS)
     precision.set_title("precision of the formats")
     precision.legend(fontsize=7, loc="upper left")
-    for panel in (exponents, precision):
-        panel.set_xlim(*place_exponents([exponents, precision]))
+    share_exponents(exponents, precision)
     draw_trend(trend, groups, name, "absmax")
     value_axis(trend, log=log)
     trend.set_title("absmax by iteration")

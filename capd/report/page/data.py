@@ -78,7 +78,7 @@ def page_data(
 
 def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any]) -> dict[str, Any]:
     one = row["quant_type"]
-    said = sorted({emulation or "" for each, emulation in gathered.emulations if each == one})
+    emulations = sorted({emulation or "" for each, emulation in gathered.emulations if each == one})
 
     def number(grouping: tuple[str, ...], name: str) -> int:
         """Return the number of values that a field of the quant type has. A missing layer is not counted."""
@@ -92,5 +92,5 @@ def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any])
         "layers": number(BY_RANK, "layer"),
         "ranks": number(BY_RANK, "rank"),
         "iterations": number(BY_ITERATION, "iteration"),
-        "emulation": "; ".join(text or "not said" for text in said) if any(said) else None,
+        "emulation": "; ".join(text or "not said" for text in emulations) if any(emulations) else None,
     }

@@ -18,10 +18,7 @@ def grids_data() -> list[dict[str, Any]]:
     """Return the range of each format, and its mantissa bits at each exponent."""
     return [
         {
-            "label": grid.label,
-            "largest": grid.largest,
-            "normal": grid.normal,
-            "smallest": grid.smallest,
+            **{name: getattr(grid, name) for name in ("label", "largest", "normal", "smallest")},
             "steps": [[exponent, bits] for exponent, bits in sorted(grid.mantissa_bits.items())],
         }
         for grid in grids().values()

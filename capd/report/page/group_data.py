@@ -74,9 +74,9 @@ def channels_data(groups: Groups, notes: list[str]) -> list[dict[str, Any]]:
         notes.append(
             f"channels: {len(found):,} groups exist, the {_MOST_GROUPS:,} with the largest share of outliers are shown"
         )
-    kept = found[:_MOST_GROUPS]
-    entries = max(_LEAST_ENTRIES, min(_MOST_ENTRIES, _CHANNEL_NUMBERS // max(1, len(kept))))
-    return [{**dict(zip(BY_LAYER, values, strict=True)), **_channels(one, entries)} for values, one in kept]
+    shown = found[:_MOST_GROUPS]
+    entries = max(_LEAST_ENTRIES, min(_MOST_ENTRIES, _CHANNEL_NUMBERS // max(1, len(shown))))
+    return [{**dict(zip(BY_LAYER, values, strict=True)), **_channels(one, entries)} for values, one in shown]
 
 
 def _channels(channels: Channels, most: int) -> dict[str, Any]:

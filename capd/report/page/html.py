@@ -47,13 +47,10 @@ _PAGE = """<!doctype html>
 
 
 def page_html(data: Mapping[str, Any]) -> bytes:
-    """Return the file's content. Its first 512 bytes contain the report's mark.
+    """Return the file of the result of `page_data`. Its first 512 bytes contain the report's mark.
 
     Names in the data are only ever text: they are JSON without a `<`, and scripts put them into text nodes. The policy
     allows exactly these scripts and this style, and no request.
-
-    Args:
-        data: The result of `page_data`.
     """
     style = _asset("uPlot.min.css") + _asset("page.css")
     chart, script = _asset("uPlot.iife.min.js"), _linked()
