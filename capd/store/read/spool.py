@@ -17,7 +17,7 @@ from capd.store.disk.files import opened
 from capd.store.disk.layout import PARTIAL_GLOB
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, LogPlace
-from capd.store.scan.scan import ScannedLog, ScannedShard, read_log, scan_shard
+from capd.store.scan.scan import ScannedLog, ScannedShard, read_open_log, read_shard
 
 __all__ = ["Spool", "SpooledSeries"]
 
@@ -111,12 +111,12 @@ class Spool:
         self._logs = _read_all(
             self.directory.glob(LOG_GLOB),
             self._logs,
-            lambda path, before: read_log(path, before=before),
+            lambda fd, path, before: read_open_log(fd, path, before=before),
         )
         self._shards = _read_all(
             self.directory.glob(PARTIAL_GLOB),
             self._shards,
-            lambda path, before: scan_shard(path, before=before),
+            lambda fd, _, before: read_shard(fd, before=before),
         )
         for log in self._logs.values():
             for logged in log.scanned.records:
@@ -136,7 +136,7 @@ class Spool:
 def _read_all(
     paths: Iterable[Path],
     before: Mapping[str, _Read[S]],
-    scan: Callable[[Path, S | None], S | None],
+    scan: Callable[[int, Path, S | None], S | None],
 ) -> dict[str, _Read[S]]:
     found: dict[str, _Read[S]] = {}
     for path in sorted(paths):
@@ -146,7 +146,7 @@ def _read_all(
                 known = None
             if known is not None and size == known.size:
                 found[path.name] = known
-            elif (scanned := scan(path, known.scanned if known else None)) is not None:
+            elif (scanned := scan(fd, path, known.scanned if known else None)) is not None:
                 found[path.name] = _Read.of(fd, size, scanned)
     return found
 

@@ -41,6 +41,7 @@ __all__ = [
     "ScannedLog",
     "ScannedShard",
     "read_log",
+    "read_open_log",
     "read_shard",
     "scan_shard",
 ]  # fmt: skip
@@ -162,26 +163,15 @@ class ScannedLog:
         return replace(self, records=list(self.records), gaps=gaps, headers=dict(self.headers))
 
 
-def scan_shard(
-    path: Path,
-    known: tuple[SeriesHeader, int] | None = None,
-    visit: Callable[[int, Frame], None] | None = None,
-    before: ScannedShard | None = None,
-) -> ScannedShard | None:
-    """Return the journal of a shard or `.partial`; None if it is not a regular file or its series is unknown.
-
-    Args:
-        path: The file.
-        known: Series and shard number, for a file whose HEADER is lost.
-        visit: Called with the descriptor and every CHUNK frame.
-        before: The journal of the file when it was shorter. Only bytes after its last COMMIT are read.
+def scan_shard(path: Path, known: tuple[SeriesHeader, int] | None = None) -> ScannedShard | None:
+    """Return the journal of a shard or `.partial`, as `read_shard` does.
 
     Raises:
         OSError: The file cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return read_shard(fd, known, visit, before)
+        return read_shard(fd, known)
     finally:
         os.close(fd)
 
@@ -192,7 +182,17 @@ def read_shard(
     visit: Callable[[int, Frame], None] | None = None,
     before: ScannedShard | None = None,
 ) -> ScannedShard | None:
-    """Return the journal of an open file, as `scan_shard` does."""
+    """Return the journal of an open file; None if it is not a regular file or its series is unknown.
+
+    Args:
+        fd: The file.
+        known: Series and shard number, for a file whose HEADER is lost.
+        visit: Called with the descriptor and every CHUNK frame.
+        before: The journal of the file when it was shorter. Only bytes after its last COMMIT are read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     size = _regular_nbytes(fd)
     if before is not None:
         found, begin = before.copy(), before.end
@@ -267,11 +267,27 @@ def _in_a_gap(gaps: list[tuple[int, int]], start: int, end: int) -> bool:
     return any(first <= start and end <= last for first, last in gaps)
 
 
-def read_log(path: Path, *, check: bool = False, before: ScannedLog | None = None) -> ScannedLog | None:
-    """Return the journal of a small log; None if it is not a log file or contains nothing intact.
+def read_log(path: Path, *, check: bool = False) -> ScannedLog | None:
+    """Return the journal of a small log, as `read_open_log` does.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return read_open_log(fd, path, check=check)
+    finally:
+        os.close(fd)
+
+
+def read_open_log(
+    fd: int, path: Path, *, check: bool = False, before: ScannedLog | None = None
+) -> ScannedLog | None:
+    """Return the journal of an open small log; None if it is not a log file or contains nothing intact.
 
     Args:
-        path: The file. A regular file with the name of a log is accepted.
+        fd: The file.
+        path: Its path. A regular file with the name of a log is accepted.
         check: Whether to read the bytes of every record and compare them with their checksum.
         before: The journal of the file when it was shorter. Only bytes after its last COMMIT are read.
 
@@ -280,18 +296,14 @@ def read_log(path: Path, *, check: bool = False, before: ScannedLog | None = Non
     """
     if not path.stem.removeprefix("small-").isdecimal():
         return None
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        size = _regular_nbytes(fd)
-        if before is not None:
-            found = before.copy()
-        else:
-            begin, file = _read_header(fd, size)
-            found = ScannedLog(file, gaps=[] if file is not None or not begin else [(0, begin)], end=begin)
-        _read_records(fd, found.end, size, log_number(path), found, check=check)
-        return found if found.file is not None or found.records else None
-    finally:
-        os.close(fd)
+    size = _regular_nbytes(fd)
+    if before is not None:
+        found = before.copy()
+    else:
+        begin, file = _read_header(fd, size)
+        found = ScannedLog(file, gaps=[] if file is not None or not begin else [(0, begin)], end=begin)
+    _read_records(fd, found.end, size, log_number(path), found, check=check)
+    return found if found.file is not None or found.records else None
 
 
 def _read_records(fd: int, begin: int, size: int, number: int, found: ScannedLog, *, check: bool) -> None:
