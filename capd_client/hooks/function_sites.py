@@ -71,7 +71,7 @@ class FunctionSite:
         self._asks = asks
         self._replaced = replaced or self.tapped
         self._read = read or self._values
-        self._role_of = role_of or (lambda _args, _kwargs: role)
+        self._role_of = role_of
         self._others = others
         self._users = 0
         self._undo: list[Callable[[], None]] = []
@@ -110,13 +110,15 @@ class FunctionSite:
 
     def tapped(self, function: _Function) -> _Function:
         """Return `function` with taps on its calls."""
+        role, role_of = self.role, self._role_of
 
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             if self._asked is None:
                 return function(*args, **kwargs)
             *given, parameter = self._read(args, kwargs)
             asked = self._asked if self._asks else None
-            operands = trace_begin(self._role_of(args, kwargs), asked, self._gradients, *given)
+            of = role if role_of is None else role_of(args, kwargs)
+            operands = trace_begin(of, asked, self._gradients, *given)
             args, kwargs = self._with(operands, args, kwargs)
             result = function(*args, **kwargs)
             trace_end(*operands, parameter, output_of(result))
@@ -125,7 +127,8 @@ class FunctionSite:
         @traced_as(in_graph, calls_the_job=True)
         @functools.wraps(function)
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            tap = current_tap(self._role_of(args, kwargs)) if is_owned() else None
+            of = role_of(args, kwargs) if role_of is not None and is_owned() else role
+            tap = current_tap(of)
             if tap is None:
                 return function(*args, **kwargs)
             call, args, kwargs = self._begin(tap, args, kwargs)
