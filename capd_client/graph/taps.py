@@ -96,14 +96,14 @@ def _bit(place: int) -> int:
 
 def graph_aliases(wanted: int, operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace operands by views with their own gradients, at trace time. `wanted`: their bits."""
+    if not torch.is_grad_enabled():
+        return operands
     return tuple(
-        operand.view_as(operand) if wanted & _bit(place) and _has_gradient(operand) else operand
+        operand.view_as(operand)
+        if wanted & _bit(place) and isinstance(operand, Tensor) and operand.requires_grad
+        else operand
         for place, operand in enumerate(operands)
     )
-
-
-def _has_gradient(operand: Any) -> bool:
-    return isinstance(operand, Tensor) and operand.requires_grad and torch.is_grad_enabled()
 
 
 def release(number: int) -> None:
@@ -264,14 +264,11 @@ def _gradient(gradient: Tensor, moment: Tensor, which: int, placements: str) -> 
         return
     try:
         given: dict[str, Any] = {n: v for n, v in zip(ORDINALS, values, strict=True) if v >= 0}
-        tap.graph_gradient(_place_of(which), mark(gradient, placements), Moment(**given), rules, hook)
+        # The parameter follows the last operand.
+        place = None if which == GRAD_OUTPUT else which.bit_length() - 2
+        tap.graph_gradient(place, mark(gradient, placements), Moment(**given), rules, hook)
     except Exception as error:
         tap.failed("compiled gradient hook", error)
-
-
-def _place_of(which: int) -> Optional[int]:
-    """Return the index of the operand with this bit; None for dY. The parameter follows the last operand."""
-    return None if which == GRAD_OUTPUT else which.bit_length() - 2
 
 
 _BEGIN = Operator("begin(Tensor root, bool with_gradients) -> ()", _begin, lambda *_: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor, nn
 
@@ -13,7 +13,6 @@ __all__ = [
     "Attributes",
     "QuantisedState",
     "Site",
-    "TappedFunction",
     "operands_of",
     "output_of",
     "with_operands",
@@ -29,19 +28,6 @@ class QuantisedState(NamedTuple):
     attributes: dict[str, Any]
 
 
-class TappedFunction(Protocol):
-    """A library function whose calls are products. `role`: the name under which an owner keeps the function's taps."""
-
-    @property
-    def role(self) -> str: ...
-
-    def install(self, tensors: frozenset[str]) -> None:
-        """Patch the function for one more tap, which captures these tensors."""
-
-    def uninstall(self) -> None:
-        """Undo one `install`."""
-
-
 class Site(NamedTuple):
     """One product of one module: the module's own forward, or a call of `function` in its forward.
 
@@ -50,7 +36,8 @@ class Site(NamedTuple):
         kind: The kind of the product.
         arguments: Without `function`, the names of the operands. They are the first arguments of the forward, in the
             order of `kind.operands`.
-        function: The function whose calls are the product. None: the module's own forward.
+        function: The function whose calls are the product (`capd_client.hooks.function_sites.FunctionSite`). None: the
+            module's own forward.
         suffix: The text after the module's name in keys, if a module has several products.
         instead_of: The suffixes of the module's other products, if a call runs either this product or these.
         role: The name under which the owner keeps the tap, if it has several taps on one function.
@@ -66,7 +53,7 @@ class Site(NamedTuple):
     module: nn.Module
     kind: Kind
     arguments: tuple[str, ...] = ()
-    function: Optional[TappedFunction] = None
+    function: Any = None
     suffix: str = ""
     instead_of: tuple[str, ...] = ()
     role: str = ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -54,10 +55,6 @@ def _linear(module: Any, attributes: Attributes = _BEFORE_CAST) -> Site:
         module, LINEAR, _arguments(module, 1), attributes=attributes, describe=_description_of(module),
         lacks=tuple(lacks),
     )  # fmt: skip
-
-
-def _normalised_linear(module: Any) -> Site:
-    return _linear(module, _BEFORE_NORM)
 
 
 def _normalised_mlp(module: Any) -> Site:
@@ -121,7 +118,7 @@ def _arguments(module: nn.Module, count: int) -> tuple[str, ...]:
 
 _MAKERS: dict[str, Callable[[Any], Site]] = {
     "Linear": _linear,
-    "LayerNormLinear": _normalised_linear,
+    "LayerNormLinear": partial(_linear, attributes=_BEFORE_NORM),
     "LayerNormMLP": _normalised_mlp,
     "GroupedLinear": _grouped,
     "DotProductAttention": _attention,

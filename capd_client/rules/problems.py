@@ -71,7 +71,7 @@ def _nothing(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:
     left = next((r for r in ("layers", "components", "exclude", "include") if r in reasons), None)
     matched = sum(reason is None for reason in reasons)
     if matched:
-        have = _sorted_by_use(
+        have = dict.fromkeys(
             name for target in targets if not rule.leaves_out(target) for name in target.tensors
         )
         wanted = ", ".join(sorted(rule.tensors or ())) or "such tensors"
@@ -102,7 +102,7 @@ def _why(rule: Rule, left: Optional[str], stage: Sequence[Target]) -> str:
 
 def _unusable(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:
     """Find named tensors that no module of the rule has, and slices of tensors that the rule does not capture."""
-    have = _sorted_by_use(name for target in targets for name in target.tensors)
+    have = dict.fromkeys(name for target in targets for name in target.tensors)
     problems = [
         (f"tensor {name}", f": none of its {len(targets)} modules has {name}; they have {', '.join(have)}")
         for name in texts(rule.settings.tensors)
@@ -112,10 +112,6 @@ def _unusable(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:
     sliced = rule.settings.slices if isinstance(rule.settings.slices, dict) else ()
     idle = [name for name in sliced if name not in captured]
     return problems + [(f"slice {name}", f": slices of {name}, which it does not capture") for name in idle]
-
-
-def _sorted_by_use(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 def _layers_beyond(rule: Rule, targets: Sequence[Target]) -> list[tuple[str, str]]:

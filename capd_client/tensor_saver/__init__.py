@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Optional, ParamSpec, TypeVar
+
+import torch
 
 from capd_client.process.dynamo import untraced
 from capd_client.tensor_saver.indices import get_rank_from_tensor_device
@@ -34,6 +36,27 @@ __all__ = [
     "save_tensor", "set_enabled", "set_global_batch_idx", "set_global_iteration", "set_global_rank",
     "set_global_sample_idx", "set_global_sequence_idx", "set_iteration", "set_save_dir", "should_collect_tensor",
 ]  # fmt: skip
+
+
+# The most frequent call: without `_method` it takes 0.3 µs less.
+@untraced
+def save_tensor(
+    tensor: torch.Tensor,
+    layer_type: str,
+    operation: str,
+    quant_type: str,
+    tensor_name: str,
+    layer_idx: Optional[int] = None,
+    phase: str = "unknown",
+    component: str = "unknown",
+    rank: Optional[int] = None,
+    sample_idx: Optional[int] = None,
+    metadata: Optional[dict[str, Any]] = None,
+) -> Optional[str]:
+    """Call `get_tensor_saver().save_tensor(…)`."""
+    return get_tensor_saver().save_tensor(
+        tensor, layer_type, operation, quant_type, tensor_name, layer_idx, phase, component, rank, sample_idx, metadata
+    )  # fmt: skip
 
 
 _Owner = TypeVar("_Owner")
@@ -56,7 +79,6 @@ def _method(
     return call
 
 
-save_tensor = _method(get_tensor_saver, TensorSaver.save_tensor)
 save_attention_tensors = _method(get_tensor_saver, TensorSaver.save_attention_tensors)
 save_linear_tensors = _method(get_tensor_saver, TensorSaver.save_linear_tensors)
 set_iteration = _method(get_tensor_saver, TensorSaver.set_iteration)

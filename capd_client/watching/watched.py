@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,7 @@ from capd_client.hooks.module_hooks import ForwardHook, PreHook
 from capd_client.hooks.module_names import Place
 from capd_client.hooks.owners import owner_of
 from capd_client.hooks.sink import Sink
-from capd_client.hooks.sites import Site, TappedFunction
+from capd_client.hooks.sites import Site
 from capd_client.hooks.tap import Tap
 from capd_client.protocol.control import Steer
 from capd_client.protocol.key import Key
@@ -31,7 +31,7 @@ from capd_client.tensors import emulation_label
 
 __all__ = ["Watched", "is_heard", "is_tapped", "target_of"]
 
-_Product = tuple[Optional[TappedFunction], str]
+_Product = tuple[Any, str]
 
 _tapped: weakref.WeakKeyDictionary[nn.Module, dict[_Product, Tap]] = weakref.WeakKeyDictionary()
 
