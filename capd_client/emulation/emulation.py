@@ -132,8 +132,7 @@ class Emulation:
             raise
 
     def _patch(self, chosen: list[tuple[nn.Module, Adapter]]) -> None:
-        adapters = {adapter.name: adapter for _, adapter in chosen}
-        for adapter in adapters.values():
+        for adapter in dict.fromkeys(adapter for _, adapter in chosen):
             self._undo.extend(adapter.patches() if adapter.patches else ())
         for holder, adapter in dict.fromkeys((_holder(type(module)), adapter) for module, adapter in chosen):
             self._undo.append(patch(holder, "forward", _forward_of(adapter), innermost=True))
@@ -192,17 +191,12 @@ def _warn_of_globs_without_a_module(recipe: Recipe, known: list[str]) -> None:
 
     It is no error, because a recipe may be for all models of a job.
     """
+    text = "%s %r matches none of the %d modules that multiply%s"
+    example = f", such as {known[-1]!r}" if known else ""
     for option in ("include", "exclude"):
         for glob in getattr(recipe, option):
             if not any(matches_any(name, (glob,)) for name in known):
-                _notices.warn(
-                    f"{option} {glob}",
-                    "%s %r matches none of the %d modules that multiply%s",
-                    option,
-                    glob,
-                    len(known),
-                    f", such as {known[-1]!r}" if known else "",
-                )
+                _notices.warn(f"{option} {glob}", text, option, glob, len(known), example)
 
 
 def _holder(kind: type[nn.Module]) -> type[Any]:

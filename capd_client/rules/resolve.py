@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from capd_client.protocol.selection import Ranges, Selection
 from capd_client.rules.schema import RuleSettings, operation_of, texts
@@ -46,12 +46,12 @@ class When(NamedTuple):
             for one, two in ((self.micro_batches, other.micro_batches), (self.ranks, other.ranks))
         )
 
-    def steered(self, selection: Selection) -> When:
-        """Return the moments with each part replaced that the selection sets."""
+    def changed(self, given: Union[Selection, RuleSettings]) -> When:
+        """Return the moments with each part replaced that a selection or a rule sets."""
         return When(
-            self.steps if selection.steps is None else Ranges(selection.steps),
-            self.micro_batches if selection.micro_batches is None else restricting(selection.micro_batches),
-            self.ranks if selection.ranks is None else restricting(selection.ranks),
+            self.steps if given.steps is None else Ranges(str(given.steps)),
+            self.micro_batches if given.micro_batches is None else restricting(str(given.micro_batches)),
+            self.ranks if given.ranks is None else restricting(str(given.ranks)),
         )
 
     def equals(self, other: When) -> bool:
@@ -112,13 +112,7 @@ class Rule:
     ) -> None:
         self.settings = settings
         self.name = settings.name or ""
-        self.when = When(
-            when.steps if settings.steps is None else Ranges(str(settings.steps)),
-            when.micro_batches
-            if settings.micro_batches is None
-            else restricting(str(settings.micro_batches)),
-            when.ranks if settings.ranks is None else restricting(str(settings.ranks)),
-        )
+        self.when = when.changed(settings)
         self.tensors = frozenset(texts(settings.tensors)) or tensors
         self.store = settings.store or store
         self.slices = slices if settings.slices is None else parse_slices(settings.slices)

@@ -134,7 +134,7 @@ class Watched:
             The number of products that are captured.
         """
         selection = steer.selection or Selection()
-        whens = [rule.when.steered(selection) for rule in self._rules]
+        whens = [rule.when.changed(selection) for rule in self._rules]
         if selection.modules is None:
             del whens[-1]
         takes_part = self.gate.steer(whens if steer.capturing else [])

@@ -65,16 +65,12 @@ _trainer_steps = _TrainerSteps()
 
 
 @contextmanager
-def _training() -> Iterator[None]:
+def _training(*_: Any, **__: Any) -> Iterator[None]:
     """Stop counting when training ends, even by an error in the middle of a step."""
     try:
         yield
     finally:
         _trainer_steps.end()
-
-
-def _train(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    return _training()
 
 
 def _train_on(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
@@ -145,7 +141,7 @@ PATCHES = (
     Patch(*_CALLBACKS, "on_step_begin", _trainer_steps.begin),
     Patch(*_CALLBACKS, "on_substep_end", _trainer_steps.go_on),
     Patch(*_CALLBACKS, "on_step_end", _trainer_steps.end),
-    Patch("transformers.trainer", "Trainer", "train", _train, _train_on),
+    Patch("transformers.trainer", "Trainer", "train", _training, _train_on),
     *(
         counted(f"{package}.loops.optimization.{module}", owner, method, counter_of)
         for package in ("lightning.pytorch", "pytorch_lightning")
