@@ -74,3 +74,15 @@ def test_what_the_job_patched_after_us_is_left_alone() -> None:
     undo()
 
     assert holder.call is theirs
+
+
+def test_one_wrapper_is_put_on_once_and_stays_for_its_last_user() -> None:
+    holder: Any = SimpleNamespace(call=original)
+    ours, other = saying("ours"), saying("other")
+    first, _, second = patch(holder, "call", ours), patch(holder, "call", other), patch(holder, "call", ours)
+    assert holder.call() == "other ours original"
+
+    first()
+    assert holder.call() == "other ours original"
+    second()
+    assert holder.call() == "other original"
