@@ -140,7 +140,7 @@ def _read_all(
 ) -> dict[str, _Read[S]]:
     found: dict[str, _Read[S]] = {}
     for path in sorted(paths):
-        with contextlib.suppress(FileNotFoundError), opened(path) as fd:
+        with contextlib.suppress(FileNotFoundError), opened(path, os.O_NONBLOCK) as fd:
             size, known = os.fstat(fd).st_size, before.get(path.name)
             if known is not None and not known.still_holds(fd):
                 known = None
