@@ -11,15 +11,13 @@ __all__ = ["Pace"]
 
 # A late look may catch up on this time; pumps look every few milliseconds.
 _CREDIT_S = 0.01
-# Longer than a pump rests.
-_PATIENCE_S = 0.02
 
 
 class Pace:
     """A limit of `gbps` 10⁹ bytes per second (None: no limit): in any time t at most gbps · (t + 10 ms) and one copy.
 
     A copy may start while there is no debt, and is paid for afterwards. It may therefore be larger than the bytes of
-    10 ms. The askers take turns: after a copy, an asker waits if another one has been refused since.
+    10 ms.
     """
 
     def __init__(self, gbps: Optional[float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,9 +26,6 @@ class Pace:
         # The time at which all copies so far are paid for.
         self._paid_at = clock()
         self._lock = threading.RLock()
-        self._last: object = None
-        # Each refused asker → the time of its last refusal.
-        self._refused: dict[object, float] = {}
 
     @property
     def limited(self) -> bool:
@@ -42,36 +37,13 @@ class Pace:
         """The seconds until a copy may start; 0: now."""
         return 0.0 if self._nbytes_per_s is None else max(0.0, self._paid_at - self._clock())
 
-    def ask(self, who: object) -> bool:
-        """Return whether the next copy of `who` may start now."""
-        if self._nbytes_per_s is None:
-            return True
-        with self._lock:
-            now = self._clock()
-            if now < self._paid_at or (who is self._last and self._waits_another(who, now)):
-                self._refused[who] = now
-                return False
-            self._refused.pop(who, None)
-            return True
-
-    def _waits_another(self, who: object, now: float) -> bool:
-        """Return whether another asker was refused shortly before. An asker that does not return delays nobody."""
-        return any(other is not who and now - at <= _PATIENCE_S for other, at in self._refused.items())
-
-    def spend(self, who: object, nbytes: int) -> None:
+    def spend(self, nbytes: int) -> None:
         """Note that a copy of `nbytes` has started."""
         # Read once, because `lift` may come at any moment.
         rate = self._nbytes_per_s
         if rate is not None:
             with self._lock:
-                self._last = who
                 self._paid_at = max(self._paid_at, self._clock() - _CREDIT_S) + nbytes / rate
-
-    def leave(self, who: object) -> None:
-        """Note that `who` has no more copies to start."""
-        if self._nbytes_per_s is not None:
-            with self._lock:
-                self._refused.pop(who, None)
 
     def lift(self) -> None:
         """Remove the limit: the job is over, and nothing is left to protect."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Optional
 
+import msgspec
 import torch
 
 from capd_client.arena.allocator import Slot
@@ -27,53 +28,40 @@ Segment = tuple[torch.Tensor, torch.Tensor]
 """A flat tensor on the device, and the memory of its statistics row."""
 
 
-class Snapshot:
+class Snapshot(msgspec.Struct, eq=False):
     """The bytes of one capture on the device: `nbytes` of `memory` from `start` on, valid after the event `ready`.
 
     Attributes:
+        stream: The number of the stream of `ready`.
         slot: The slot in the ring; None if the captured tensor itself is held.
-        version: The version counter of a held tensor at capture. A change of it or of `address` shows a write.
-        address: The address of a held tensor at capture.
-        lent: Whether the tensor is held although nobody declared it immutable.
         room: The slots that return to the ring at the end. They return earlier if another snapshot waits on the device
             for this copy.
         kept: The slots that return only at the end.
-        stream: The number of the stream of `ready`.
         source: The tensor whose statistics row the bytes will be; None if they are no row or already computed.
+        lent: Whether the tensor is held although nobody declared it immutable.
+        version: The version counter of a held tensor at capture. A change of it or of `address` shows a write.
+        address: The address of a held tensor at capture.
     """
 
-    __slots__ = (
-        "address", "capture", "kept", "lent", "memory", "nbytes", "ready", "room", "slot", "source", "start",
-        "stream", "version",
-    )  # fmt: skip
+    capture: Capture
+    memory: torch.Tensor
+    nbytes: int
+    ready: Any
+    stream: int
+    slot: Optional[Slot] = None
+    room: Sequence[Room] = ()
+    kept: Sequence[Room] = ()
+    source: Optional[torch.Tensor] = None
+    lent: bool = False
+    start: int = 0
+    version: int = 0
+    address: int = 0
 
-    def __init__(
-        self,
-        capture: Capture,
-        memory: torch.Tensor,
-        nbytes: int,
-        ready: Any,
-        stream: int,
-        slot: Optional[Slot] = None,
-        room: Sequence[Room] = (),
-        *,
-        kept: Sequence[Room] = (),
-        source: Optional[torch.Tensor] = None,
-        lent: bool = False,
-    ) -> None:
-        self.capture = capture
-        self.memory = memory
-        self.nbytes = nbytes
-        self.ready = ready
-        self.stream = stream
-        self.slot = slot
-        self.room = room
-        self.kept = kept
-        self.source = source
-        self.lent = lent
-        self.start = 0 if slot is None else slot[0]
-        self.version = 0 if slot is not None else memory._version
-        self.address = 0 if slot is not None else memory.data_ptr()
+    def __post_init__(self) -> None:
+        if self.slot is not None:
+            self.start = self.slot[0]
+        else:
+            self.version, self.address = self.memory._version, self.memory.data_ptr()
 
     @property
     def intact(self) -> bool:
@@ -84,7 +72,7 @@ class Snapshot:
         )
 
 
-class Piece:
+class Piece(msgspec.Struct, eq=False):
     """A copy: `nbytes` of `memory` from `start` on go to `offset` of the arena, after the events `after`.
 
     Attributes:
@@ -95,32 +83,16 @@ class Piece:
         done: An event after the copy; None until it is issued.
     """
 
-    __slots__ = (
-        "after", "done", "ends", "memory", "nbytes", "offset", "pinned", "segments", "start", "streams",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        start: int,
-        nbytes: int,
-        offset: int,
-        after: Sequence[Any],
-        ends: Sequence[Snapshot] = (),
-        *,
-        pinned: bool = True,
-        streams: Collection[int] = (),
-    ) -> None:
-        self.memory = memory
-        self.start = start
-        self.nbytes = nbytes
-        self.offset = offset
-        self.after = after
-        self.ends = ends
-        self.pinned = pinned
-        self.streams = streams
-        self.segments: Sequence[Segment] = ()
-        self.done: Any = None
+    memory: torch.Tensor
+    start: int
+    nbytes: int
+    offset: int
+    after: Sequence[Any]
+    ends: Sequence[Snapshot] = ()
+    pinned: bool = True
+    streams: Collection[int] = ()
+    segments: Sequence[Segment] = ()
+    done: Any = None
 
     @property
     def source(self) -> torch.Tensor:

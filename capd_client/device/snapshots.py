@@ -146,10 +146,8 @@ class DeviceStager:
         room = ((self._ring, [slot]),)
         try:
             self._device.copy(memory, slot, tensor, dtype)
-            event = self._device.record()
-            return self._hand_over(
-                Snapshot(capture, memory.tensor, nbytes, event, self._device.stream(), slot, room)
-            )
+            event, stream = self._device.record(), self._device.stream()
+            return self._hand_over(Snapshot(capture, memory.tensor, nbytes, event, stream, slot, room))
         except BaseException as error:
             self._return(reason_of(error), capture, memory, slot, room)
             raise
@@ -187,20 +185,9 @@ class DeviceStager:
                 self._device.copy(copy[1], copy[0], tensor, dtype)
                 source = copy[1].flat(copy[0][0], tensor.numel(), dtype)
             capture.descriptor.row_offset = capture.descriptor.offset
-            event = self._device.record()
-            return self._hand_over(
-                Snapshot(
-                    capture,
-                    memory.tensor,
-                    ROW_NBYTES,
-                    event,
-                    self._device.stream(),
-                    slot,
-                    room,
-                    kept=kept,
-                    source=source,
-                )
-            )
+            event, stream = self._device.record(), self._device.stream()
+            row = Snapshot(capture, memory.tensor, ROW_NBYTES, event, stream, slot, room, kept, source)
+            return self._hand_over(row)
         except BaseException as error:
             self._return(reason_of(error), capture, memory, slot, room, kept)
             raise

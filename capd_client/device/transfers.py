@@ -251,7 +251,6 @@ class Transfers:
             self._begun_nbytes = self._handed_nbytes
             self._last = self._other = None
             self._freed, self._landed, self.gate = 0, 0, None
-            self._pace.leave(self)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -285,7 +284,7 @@ class Transfers:
         # A signal handler raised before this piece was started.
         if newest is not None and newest.pinned and newest.done is None:
             self._start(newest)
-        while count > 0 and self._due and self._ahead < most and self._pace.ask(self):
+        while count > 0 and self._due and self._ahead < most and not self._pace.left_s:
             if len(self._under_way) - self._landed >= _AHEAD_PIECES:
                 break
             count -= 1
@@ -305,8 +304,6 @@ class Transfers:
                 self._slow = piece
                 break
             self._start(piece)
-        if not self._due:
-            self._pace.leave(self)
 
     def _may_start(self, piece: Piece, pumping: bool) -> bool:
         if not piece.pinned:
@@ -320,7 +317,7 @@ class Transfers:
             piece.after = ()
         self._device.fetch(piece, self._host)
         done = self._device.fetched()
-        self._pace.spend(self, piece.nbytes)
+        self._pace.spend(piece.nbytes)
         piece.done = done
 
     def _finish(self, piece: Piece) -> int:

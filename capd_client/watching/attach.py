@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Optional, Union
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from capd_client.config.watch_arguments import WatchPlan
 from capd_client.errors import ConfigError
@@ -22,7 +22,7 @@ from capd_client.rules.problems import met_by, problems_of
 from capd_client.rules.report import in_words, rank_left_out, rank_problems
 from capd_client.rules.resolve import Resolved, Wanted, resolve, run_together
 from capd_client.steps import checkpointing
-from capd_client.steps.clock import Clock, clock_of
+from capd_client.steps.clock import clock_of
 from capd_client.steps.shared_rules import shared_rules_of
 from capd_client.steps.steering import Watches
 from capd_client.watching import graphed_callables
@@ -47,13 +47,10 @@ class WatchHandle:
 
     def __init__(self) -> None:
         self.modules: tuple[str, ...] = ()
-        self._roots: list[RootHook] = []
-        self._root_handles: list[RemovableHandle] = []
-        self._clock: Optional[Clock] = None
-        self._watched: Optional[Watched] = None
-        self._steering: Optional[Watches] = None
-        self._late: list[LateWatch] = []
         self._what = ""
+        self._watched: Optional[Watched] = None
+        # The calls that undo the watch, last one first.
+        self._undo = ExitStack()
 
     def __repr__(self) -> str:
         return f"<watching {self._what if self._watched is not None else 'nothing'}>"
@@ -63,66 +60,52 @@ class WatchHandle:
         """Return the taps that capture."""
         return [] if self._watched is None else self._watched.taps
 
-    def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> None:
+    def attach_roots(self, models: Sequence[nn.Module], watched: Watched, sink: Sink) -> list[RootHook]:
         """Make the forwards of the models begin micro-batches. Call it before any tap, so its hooks run first."""
-        copies.install()
-        checkpointing.install()
-        graphed_callables.install()
-        install.install()
-        self._watched, self._clock = watched, clock_of(sink.context)
-        self._clock.add(watched.gate)
+        undo, clock = self._undo.callback, clock_of(sink.context)
+        for part in (copies, checkpointing, graphed_callables, install):
+            part.install()
+            undo(part.uninstall)
+        self._watched = watched
+        clock.add(watched.gate)
+        undo(clock.discard, watched.gate)
+        roots = []
         for model in models:
-            root = RootHook(model, self._clock, sink, before=install.look_again, begun=watched.settle)
-            self._roots.append(root)
-            self._root_handles += [
-                model.register_forward_pre_hook(root, prepend=True),
-                model.register_forward_hook(RootEnd(root), always_call=True),
-            ]
+            root = RootHook(model, clock, sink, before=install.look_again, begun=watched.settle)
+            roots.append(root)
+            undo(root.remove)
+            undo(model.register_forward_pre_hook(root, prepend=True).remove)
+            undo(model.register_forward_hook(RootEnd(root), always_call=True).remove)
+        undo(watched.remove)
+        return roots
 
-    def follow(self, steering: Watches, modules: Sequence[str], what: str) -> None:
+    def follow(self, steering: Watches, watched: Watched, modules: Sequence[str], what: str) -> None:
         """Let `capd ctl` change the captured tensors. Call it after everything is tapped.
 
         Args:
             steering: Passes the orders of `capd ctl` to the watches.
+            watched: The watch.
             modules: The names of the tapped modules.
             what: The captured tensors, in words.
         """
         self.modules, self._what = tuple(modules), what
-        if self._watched is not None:
-            self._steering = steering
-            steering.add(self._watched)
+        steering.add(watched)
+        self._undo.callback(steering.discard, watched)
 
-    def look_for_late_watch(self, models: Sequence[nn.Module]) -> None:
+    def look_for_late_watch(
+        self, models: Sequence[nn.Module], roots: Sequence[RootHook], watched: Watched
+    ) -> None:
         """Warn later if the taps miss calls in graphs that were compiled before the watch."""
-        watched, clock = self._watched, self._clock
-        if watched is None or clock is None:
-            return
-        for model, root in zip(models, self._roots, strict=True):
+        for model, root in zip(models, roots, strict=True):
             inside = set(model.modules())
             taps = [tap for tap in watched.taps if tap.module() in inside]
             if taps:
-                self._late.append(LateWatch(model, root, watched.gate, clock, taps))
+                self._undo.callback(LateWatch(model, root, watched.gate, taps).cancel)
 
     def remove(self) -> None:
         """Remove every hook, also hooks that wait for the backward of a graph. May be called twice."""
-        for late in self._late:
-            late.cancel()
-        if self._watched is not None:
-            if self._steering is not None:
-                self._steering.discard(self._watched)
-            if self._clock is not None:
-                self._clock.discard(self._watched.gate)
-                copies.uninstall()
-                checkpointing.uninstall()
-                graphed_callables.uninstall()
-                install.uninstall()
-            self._watched.remove()
-        for root in self._roots:
-            root.remove()
-        for handle in self._root_handles:
-            handle.remove()
-        self._clock, self._watched, self._steering = None, None, None
-        self._roots, self._root_handles, self._late = [], [], []
+        self._watched = None
+        self._undo.close()
 
 
 def attached(
@@ -197,7 +180,7 @@ def attach(
     if not products or (whole and not fresh):
         return
     watched = Watched(sink, plan.rules, plan.default)
-    handle.attach_roots(models if roots is None else roots, watched, sink)
+    hooks = handle.attach_roots(models if roots is None else roots, watched, sink)
     for site, place, wanted in fresh:
         watched.attach(site, place, wanted)
     for site, place, wanted in found:
@@ -206,14 +189,14 @@ def attach(
     if any(rule.when.on(sink.context.rank) for rule in plan.rules):
         sink.prepare({parameter.device for model in models for parameter in model.parameters()})
     if fresh:
-        handle.look_for_late_watch(models)
+        handle.look_for_late_watch(models, hooks, watched)
     count = len(run_together([target_of(site, place) for site, place, _ in fresh]))
     what, in_full = in_words(
         f"{count} of {len(run_together(resolved.targets))} products of {model_names}",
         resolved,
         simple=plan.is_simple,
     )
-    handle.follow(sink.steering, [place.module for _, place, _ in fresh], what)
+    handle.follow(sink.steering, watched, [place.module for _, place, _ in fresh], what)
     _report_missing_tensors([(site, wanted) for site, _, wanted in fresh])
     graphed_callables.say_replayed(models)
     _notices.info("watching %s", in_full)

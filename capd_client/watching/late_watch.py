@@ -17,7 +17,7 @@ from capd_client.graph.taps import refused
 from capd_client.hooks.module_hooks import RootHook
 from capd_client.hooks.tap import Tap
 from capd_client.process.log import Notices
-from capd_client.steps.clock import Clock
+from capd_client.steps.clock import clock_of
 from capd_client.steps.gate import Gate
 
 __all__ = ["LateWatch"]
@@ -37,16 +37,16 @@ _notices = Notices()
 class LateWatch:
     """A check of one watch. It ends after a captured iteration, or with a warning."""
 
-    def __init__(self, model: nn.Module, root: RootHook, gate: Gate, clock: Clock, taps: list[Tap]) -> None:
+    def __init__(self, model: nn.Module, root: RootHook, gate: Gate, taps: list[Tap]) -> None:
         self._name = type(model).__name__
         self._root = root
         self._gate = gate
-        self._clock = clock
+        self._clock = clock_of(gate.context)
         self._compiled = _compiled_modules(model)
         self._taps = taps
         self._forwards = 0
         self._steps = 0
-        clock.after_step.append(self._stepped)
+        self._clock.after_step.append(self._stepped)
 
     def cancel(self) -> None:
         """Stop the check."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from capd_client.device import pieces, snapshots, transfers
-from capd_client.device.pacing import Pace
 from capd_client.device.ring import Ring, RingMemory
 from capd_client.protocol.counter_page import DropReason
 from tests.kit.client.device import KEY, FakeDevice, Rig
@@ -333,25 +332,3 @@ def test_a_failed_device_leaves_the_other_alone(peer: Peer, rig: MakeRig) -> Non
 
     now = first.session.snapshot()
     assert (now.offered, now.committed, now.dropped) == (3, 2, {"internal": 1})
-
-
-def test_none_of_several_devices_takes_all_that_the_pace_allows(peer: Peer, rig: MakeRig) -> None:
-    """One copy in 10 ms is allowed; both devices have many waiting, the first one is always asked first."""
-    now = [100.0]
-    pace = Pace(100 * 16 * 4 / 1e9, lambda: now[0])
-    first = rig(by_hand=True, pace=pace, arena_bytes=8 * MIB)
-    second = rig(by_hand=True, pace=pace, session=first.session)
-    for r in (first, second):
-        for _ in range(4):
-            r.offer(torch.zeros(16))
-    for _ in range(6):
-        for r in (first, second):
-            r.stager.advance()
-        now[0] += 0.0101
-    assert [len(r.device.fetches) for r in (first, second)] == [3, 3]
-
-    first.stager.fail()  # whoever does not come back keeps nobody waiting
-    second.stager.advance()
-    now[0] += 0.0101
-    second.stager.advance()
-    assert len(second.device.fetches) == 4
