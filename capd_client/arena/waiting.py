@@ -12,10 +12,6 @@ from capd_client.arena.allocator import Slot, SlotAllocator
 __all__ = ["Waiting"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class Waiting:
     """The threads that wait for one of `slots`. The caller of every method holds `lock`, which a wait releases.
 
@@ -34,7 +30,7 @@ class Waiting:
         lock: threading.RLock,
         slots: SlotAllocator,
         max_s: float,
-        wake: Callable[[], None] = _nothing,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.max_s = max_s
         # The number of waiting threads.
@@ -47,13 +43,9 @@ class Waiting:
         # The number of slots that were given back.
         self._given = 0
 
-    def allowed(self, seconds: float) -> bool:
-        """Return whether `take` would wait at all."""
-        return seconds > 0 and not self._stalled
-
     def take(self, nbytes: int, seconds: float) -> Optional[Slot]:
         """Wait up to `seconds` for a slot of `nbytes`. Return None if there is none in time, or after `close`."""
-        if not self.allowed(seconds):
+        if seconds <= 0 or self._stalled:
             return None
         deadline = time.monotonic() + seconds
         given = self._given

@@ -36,10 +36,6 @@ __all__ = ["DeviceStager"]
 _ROWS_NBYTES = 1 << 20
 
 
-def _unsaid(_error: Exception) -> None:
-    pass
-
-
 class DeviceStager:
     """The stager of one device: takes its captures on training threads."""
 
@@ -54,7 +50,7 @@ class DeviceStager:
         ordered: bool = False,
         holding: Optional[Holding] = None,
         piece_nbytes: Optional[int] = None,
-        on_failure: Callable[[Exception], None] = _unsaid,
+        on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """Allocate the ring and prepare the copy pump.
 

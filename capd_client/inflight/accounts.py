@@ -24,10 +24,6 @@ from capd_client.tensors import emulation_label
 __all__ = ["Accounts", "reason_of"]
 
 
-def _nobody(_: Define) -> None:
-    pass
-
-
 class Accounts:
     """The counts of offers and drops, guarded by `lock`. Any thread may call the methods.
 
@@ -41,7 +37,7 @@ class Accounts:
         self,
         counters: Counters,
         lock: Optional[threading.RLock] = None,
-        interned: Callable[[Define], None] = _nobody,
+        interned: Callable[[Define], None] = lambda _: None,
     ) -> None:
         self.lock = lock or threading.RLock()
         # Whether this thread holds the lock already. If so, it runs a signal handler that interrupted it there.

@@ -34,10 +34,6 @@ from capd_client.protocol.messages import MAX_BATCH, Descriptor, NackRow
 __all__ = ["Queue"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class Queue(Accounts):
     """The slots of one rank, the order of its captures, and their accounts, under one lock.
 
@@ -56,7 +52,7 @@ class Queue(Accounts):
         policy: Optional[Drop] = None,
         *,
         step_nbytes: Optional[int] = None,
-        wake: Callable[[], None] = _nothing,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         lock = threading.RLock()
         self.journal = Journal(lock)

@@ -44,11 +44,11 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
         seen: The document of the rank.
         ended: Whether the job ended by itself, so that its last iteration is complete as well.
     """
-    complete = [i.iteration for i in seen.iterations if i.seconds is not None or ended]
-    iterations = complete or [i.iteration for i in seen.iterations]
+    complete = [i for i in seen.iterations if i.seconds is not None or ended]
+    shown = complete or seen.iterations
+    iterations = [i.iteration for i in shown]
     times = [i.seconds for i in seen.iterations if i.seconds is not None]
     step_s = statistics.median(times) if times else None
-    planned = [_iteration_plan(seen, iteration) for iteration in iterations]
     fullest = max(iterations, key=lambda i: _nbytes_offered(seen, i), default=None)
     window = _window(seen)
     series = [
@@ -68,7 +68,7 @@ def rank_plan(seen: RankSeen, *, ended: bool) -> dict[str, Any]:
         "host": seen.host,
         "complete": bool(complete),
         "step_s": step_s,
-        "iterations": [{**plan, "seconds": i.seconds} for plan, i in zip(planned, _of(seen, iterations), strict=True)],
+        "iterations": [{**_iteration_plan(seen, i.iteration), "seconds": i.seconds} for i in shown],
         "first_iteration": _begin(seen),
         "steps": selected,
         "steps_per_1000": len(_selected_in(selected, window)),
@@ -174,10 +174,6 @@ def _nbytes_offered(seen: RankSeen, iteration: int) -> int:
 
 def _calls(one: SeriesSeen) -> Iterable[Calls]:
     return (call for calls in one.iterations.values() for call in calls)
-
-
-def _of(seen: RankSeen, iterations: list[int]) -> list[Any]:
-    return [i for i in seen.iterations if i.iteration in set(iterations)]
 
 
 def _window(seen: RankSeen) -> range:

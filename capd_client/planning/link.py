@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Collection
+from functools import partial
 from typing import Optional
 
 import torch
@@ -34,22 +35,17 @@ def _from_device(device: torch.device) -> float:
     nbytes = min(_NBYTES, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
+
+    def copy() -> None:
         host.copy_(source, non_blocking=True)
         torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return nbytes / best
+
+    torch.cuda.synchronize(device)
+    return nbytes / min(timeit.repeat(copy, number=1, repeat=_ROUNDS))
 
 
 def _on_host() -> float:
     """Measure a copy in memory. It uses one thread and existing pages, as a capture does."""
     source, target = memoryview(bytearray(_NBYTES)), memoryview(bytearray(_NBYTES))
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        target[:] = source
-        best = min(best, time.perf_counter() - began)
-    return _NBYTES / best
+    copy = partial(target.__setitem__, slice(None), source)
+    return _NBYTES / min(timeit.repeat(copy, number=1, repeat=_ROUNDS))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-from capd_client.process.text import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, number_ranges, table_lines
 
 __all__ = ["expected_lines", "plan_lines"]
 
@@ -62,7 +62,7 @@ def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
     for number, (rows, alike) in enumerate(tables.items()):
         each = ", each" if len(alike) > 1 else ""
         yield from ([""] if number else [])
-        yield f"one captured step of rank{'s' if each else ''} {_ranges(alike)}{each}:"
+        yield f"one captured step of rank{'s' if each else ''} {number_ranges(alike)}{each}:"
         if not rows:
             yield "nothing"
             continue
@@ -161,17 +161,6 @@ def _disk_lines(node: Plan) -> Iterator[str]:
     speed = disk.get("write_bytes_per_s")
     writes = "" if speed is None else f"; writes {human_nbytes(speed)}/s (64 MiB, measured)"
     yield f"  room       {human_nbytes(node['room_bytes'])} in {disk['store']} ({limits}){until}{writes}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text such as "0-3, 7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _count(number: float) -> str:

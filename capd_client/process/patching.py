@@ -18,7 +18,8 @@ class _Place:
     def __init__(self, holder: Any, name: str) -> None:
         self._holder = holder
         self._name = name
-        self._inherited = name not in vars(holder)
+        # None if the attribute is inherited.
+        self._raw = vars(holder).get(name)
         self._original: _Function = getattr(holder, name)
         self._ours = self._original
         # The users of each wrapper, the innermost first.
@@ -57,10 +58,13 @@ class _Place:
 
     def _set(self, function: _Function) -> None:
         self._ours = function
-        if function is self._original and self._inherited:
+        if function is self._original and self._raw is None:
             delattr(self._holder, self._name)
+        elif function is self._original:
+            setattr(self._holder, self._name, self._raw)
         else:
-            setattr(self._holder, self._name, function)
+            is_static = isinstance(self._raw, staticmethod)
+            setattr(self._holder, self._name, staticmethod(function) if is_static else function)
 
 
 # Re-entrant, because a signal handler of the job may watch.

@@ -10,9 +10,12 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from typing import Any, Optional
 
 from capd_client.errors import ConfigError
+from capd_client.inflight.counters import CounterValues
 from capd_client.process.dynamo import untraced
 from capd_client.process.log import Notices
 from capd_client.session.starting import AnySession, leave, make_session
@@ -31,8 +34,6 @@ _closed: Optional[AnySession] = None
 # Whether this process captures nothing more: it has closed, or was forked from a process that captured.
 _over = False
 _notices = Notices()
-_handlers_registered = False
-_fork_handler_registered = False
 
 
 def session() -> Optional[AnySession]:
@@ -46,7 +47,7 @@ def _start() -> Optional[AnySession]:
     """Resolve the session once. Captures of other threads wait for it. Captures caused by the start do not wait."""
     global _resolved, _session, _starting
     # First, because a child forked during the start must not inherit a held lock.
-    _register_fork_handler()
+    _follow_forks()
     with _lock:
         if _resolved or _starting:
             return _session
@@ -89,23 +90,18 @@ def _begin(environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
     if made is not None:
         checkpointing.install()
         optimizer_steps.listen(_optimizer_stepped)
-        _register_handlers()
+        _close_at_exit()
     return made
 
 
-def _register_handlers() -> None:
-    global _handlers_registered
-    if _handlers_registered:
-        return
-    _handlers_registered = True
+@cache
+def _close_at_exit() -> None:
     atexit.register(close)
 
 
-def _register_fork_handler() -> None:
-    global _fork_handler_registered
-    if not _fork_handler_registered:
-        _fork_handler_registered = True
-        os.register_at_fork(after_in_child=_forked)
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _optimizer_stepped() -> None:
@@ -191,12 +187,4 @@ def counters() -> dict[str, Any]:
     offered = committed + in_flight + all dropped. All are zero if capture is off, and final after `close`.
     """
     current = _session or _closed
-    if current is None:
-        return {"offered": 0, "committed": 0, "in_flight": 0, "dropped": {}}
-    now = current.snapshot()
-    return {
-        "offered": now.offered,
-        "committed": now.committed,
-        "in_flight": now.in_flight,
-        "dropped": now.dropped,
-    }
+    return asdict(CounterValues(0, 0, 0, {}) if current is None else current.snapshot())

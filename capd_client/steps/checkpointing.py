@@ -25,6 +25,8 @@ from typing import Any, Optional
 import torch
 import torch.utils.checkpoint
 
+from capd_client.process.patching import patch
+
 __all__ = [
     "Segment",
     "carry",
@@ -47,7 +49,8 @@ _lock = threading.Lock()
 # Returns -1 outside of a backward.
 _graph_task = torch._C._current_graph_task_id
 _users = 0
-_patches: dict[tuple[Any, ...], _Patch] = {}
+# Undoes each patch, by its entry of _TARGETS.
+_undo: dict[tuple[Any, ...], Callable[[], None]] = {}
 _carriers: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
@@ -161,28 +164,11 @@ def carry(carrier: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callab
 _Function = Callable[..., Any]
 
 
-class _Patch:
-    """A patched function of a library that runs segments. `around` makes the replacement from the original."""
-
-    def __init__(self, holder: Any, name: str, around: Callable[[_Function], _Function]) -> None:
-        self._holder, self._name = holder, name
-        self._raw = vars(holder)[name]
-        self._ours = around(getattr(holder, name))
-        setattr(holder, name, staticmethod(self._ours) if isinstance(self._raw, staticmethod) else self._ours)
-
-    def undo(self) -> bool:
-        """Restore the original. Return False if another library patched it after capd: our function then stays."""
-        if getattr(self._holder, self._name) is not self._ours:
-            return False
-        setattr(self._holder, self._name, self._raw)
-        return True
-
-
 def _around_method(original: _Function) -> _Function:
     """Return the replacement of a method with the arguments (holder, function of the segment, ...)."""
 
     def run(holder: Any, function: _Function, *args: Any, **kwargs: Any) -> Any:
-        return original(holder, Segment(function) if _users else function, *args, **kwargs)
+        return original(holder, Segment(function) if _is_new(function) else function, *args, **kwargs)
 
     return run
 
@@ -191,13 +177,18 @@ def _around_generator(original: _Function) -> _Function:
     """Return the replacement of torch's non-reentrant generator, in which torch runs the first pass."""
 
     def generate(function: _Function, *args: Any, **kwargs: Any) -> Any:
-        if not _users:
+        if not _is_new(function):
             return original(function, *args, **kwargs)
         segment = Segment(function)
         run: Generator[None, None, None] = original(segment, *args, **kwargs)
         return segment.first_pass(run)
 
     return generate
+
+
+def _is_new(function: _Function) -> bool:
+    """Return whether the function becomes a Segment. A patch of another library may lie between two of capd's."""
+    return _users > 0 and not isinstance(function, Segment)
 
 
 _TARGETS: tuple[tuple[Callable[[_Function], _Function], str, str, str], ...] = (
@@ -215,9 +206,9 @@ def install() -> None:
         _users += 1
         for target in _TARGETS:
             around, module, holder, name = target
-            if target not in _patches and module in sys.modules:
+            if target not in _undo and module in sys.modules:
                 library = sys.modules[module]
-                _patches[target] = _Patch(getattr(library, holder) if holder else library, name, around)
+                _undo[target] = patch(getattr(library, holder) if holder else library, name, around)
                 _adopt(library)
 
 
@@ -249,7 +240,5 @@ def uninstall() -> None:
     global _users
     with _lock:
         _users -= 1
-        if not _users:
-            for target, patch in tuple(_patches.items()):
-                if patch.undo():
-                    del _patches[target]
+        while _undo and not _users:
+            _undo.popitem()[1]()

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from capd_client.process.dynamo import untraced
+from capd_client.process.patching import patch
 
 __all__ = ["count", "forget", "listen"]
 
@@ -23,21 +24,17 @@ _lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []
 _handle: Optional[RemovableHandle] = None
 _steps = 0
-# Called by our replacement. Never cleared, because calls may be under way.
-_original: Callable[..., Any] = GradScaler.step
-_patched = False
+_undo: list[Callable[[], None]] = []
 
 
 def listen(listener: Callable[[], None]) -> None:
     """Call `listener`, which must not raise, after every optimizer step. The first listener installs torch's hook."""
-    global _handle, _original, _patched
+    global _handle
     with _lock:
         _listeners.append(listener)
         if _handle is None:
             _handle = register_optimizer_step_post_hook(_stepped)
-        if not _patched:
-            _original, _patched = GradScaler.step, True
-            GradScaler.step = _scaler_step  # type: ignore[method-assign]
+            _undo.append(patch(GradScaler, "step", _around_scaler))
 
 
 def forget(listener: Callable[[], None]) -> None:
@@ -45,7 +42,7 @@ def forget(listener: Callable[[], None]) -> None:
 
     If another library patched the scaler after capd, our function stays below theirs and passes all calls through.
     """
-    global _handle, _patched
+    global _handle
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
@@ -53,8 +50,7 @@ def forget(listener: Callable[[], None]) -> None:
             return
         _handle.remove()
         _handle = None
-        if GradScaler.step is _scaler_step:
-            GradScaler.step, _patched = _original, False  # type: ignore[method-assign]
+        _undo.pop()()
 
 
 def count() -> int:
@@ -71,9 +67,12 @@ def _stepped(*_: Any) -> None:
         listener()
 
 
-def _scaler_step(*args: Any, **kwargs: Any) -> Any:
-    before = _steps
-    result = _original(*args, **kwargs)
-    if _steps == before and _listeners:
-        _stepped()
-    return result
+def _around_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        before = _steps
+        result = step(*args, **kwargs)
+        if _steps == before and _listeners:
+            _stepped()
+        return result
+
+    return stepping

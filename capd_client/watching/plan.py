@@ -6,6 +6,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -15,7 +16,7 @@ from capd_client.config.settings import load_config
 from capd_client.config.watch_arguments import Select
 from capd_client.errors import ConfigError
 from capd_client.planning.disk import disk_plan, disk_settings
-from capd_client.planning.sink import PlanSink
+from capd_client.planning.session import PlanSession
 from capd_client.planning.text import expected_lines, plan_lines
 from capd_client.planning.whole import whole_plan
 from capd_client.protocol.kinds import placement
@@ -39,7 +40,7 @@ class Plan:
     to the plan. The results stay.
     """
 
-    def __init__(self, sink: PlanSink, handle: WatchHandle) -> None:
+    def __init__(self, sink: PlanSession, handle: WatchHandle) -> None:
         self._sink = sink
         self._handle = handle
         # After `print(plan(model))`, no hook must stay on the model.
@@ -104,7 +105,7 @@ def plan(
     Modules that are already watched are left out. Arguments and errors are as for `watch`: nothing is raised without
     CAPD_STRICT=1.
     """
-    sink = PlanSink(load_config())
+    sink = PlanSession(replace(load_config(), plan=None))
     handle = attached(
         sink, model, "plan", name=name, steps=steps, tensors=tensors, select=select, slices=slices
     )
@@ -119,7 +120,7 @@ def _is_linear(parameter: Any, module: Any) -> TypeGuard[Tensor]:
     return parameter.ndim == 2 and parameter.is_floating_point()
 
 
-def _expected(tap: Any, sink: PlanSink) -> list[dict[str, Any]]:
+def _expected(tap: Any, sink: PlanSession) -> list[dict[str, Any]]:
     """Return the tensors that one tap would capture, as far as its module shows."""
     module, kind = tap.module(), tap.kind
     parameter = local_part(getattr(module, kind.parameter, None)) if kind.parameter else None

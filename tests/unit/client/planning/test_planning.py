@@ -13,7 +13,7 @@ from capd_client.errors import ConfigError
 from capd_client.planning.disk import disk_settings
 from capd_client.planning.figures import rank_plan
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
-from capd_client.planning.sink import PlanSink
+from capd_client.planning.session import PlanSession
 from capd_client.planning.text import plan_lines
 from capd_client.planning.whole import whole_plan
 from capd_client.protocol.key import Key
@@ -87,7 +87,7 @@ def test_the_ring_of_a_plan_is_the_one_that_a_session_would_take(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60 * 10**9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
-    sink = PlanSink(load_config({**asked, "CAPD_STRICT": "1"}))
+    sink = PlanSession(load_config({**asked, "CAPD_STRICT": "1"}))
     for _ in range(2):
         sink.prepare([torch.device("cpu"), torch.device("cuda", 0)])
 
