@@ -14,12 +14,9 @@ from typing import Optional
 
 from msgspec.structs import replace
 
-from capd_client.arena.allocator import EMPTY, GRANULE_NBYTES, Slot, SlotAllocator
-from capd_client.arena.waiting import Waiting
+from capd_client.arena.allocator import EMPTY, GRANULE_NBYTES, Slot
 from capd_client.inflight.capture import ABORTED, COPYING, READY, Capture
-from capd_client.inflight.journal import Journal
 from capd_client.inflight.live import Live
-from capd_client.inflight.outbox import Outbox
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.messages import Part
 
@@ -59,25 +56,19 @@ class PartCapture(Capture, kw_only=True):
 class Parts:
     """The parts that have slots, by sequence, ascending. The caller of every method holds the queue's lock."""
 
-    def __init__(
-        self, slots: SlotAllocator, journal: Journal, waiting: Waiting, live: Live, outbox: Outbox
-    ) -> None:
+    def __init__(self, records: Live) -> None:
         self.live: dict[int, PartCapture] = {}
-        self._records = live
-        self._outbox = outbox
-        self._slots = slots
-        self._journal = journal
-        self._waiting = waiting
+        self._records = records
 
     def add(self, record: Record, nbytes: int, slot: Slot) -> PartCapture:
-        """Make the next part of a record and put it into the outbox."""
+        """Make the next part of a record and put it into the line to send."""
         whole = record.descriptor
         sequence = self._records.last_sequence = self._records.last_sequence + 1
         part = Part(whole.sequence, record.cut_nbytes, whole.nbytes)
         descriptor = replace(whole, sequence=sequence, offset=slot[0], nbytes=nbytes, part=part)
         piece = PartCapture(descriptor, record.definition, slot, thread=get_ident(), record=record)
         self.live[sequence] = piece
-        self._outbox.unsent += (piece,)
+        self._records.unsent += (piece,)
         record.cut_nbytes += nbytes
         if nbytes and record.cut_nbytes == whole.nbytes:
             record.state = READY
@@ -126,12 +117,11 @@ class Parts:
     def let_go(self, piece: PartCapture) -> None:
         """Free the slot of a part that nobody writes or reads any more."""
         if self.live.pop(piece.descriptor.sequence, None) is not None:
-            self._journal.clear(piece)
+            self._records.journal.clear(piece)
             # The offset stays, because a device may still copy to it.
             slot, piece.slot = piece.slot, (piece.slot[0], 0, None)
             piece.state = ABORTED
-            self._slots.give(slot)
-            self._waiting.given()
+            self._records.waiting.give(slot)
 
     def close(self) -> bool:
         """Free all parts. Return whether one of their slots may still be written."""

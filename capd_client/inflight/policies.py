@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
-from capd_client.arena.allocator import SlotAllocator
 from capd_client.config.settings import ClientConfig
 from capd_client.inflight.capture import Capture
 from capd_client.inflight.definitions import Definition
+from capd_client.inflight.live import Live
 from capd_client.inflight.parts import Record
-from capd_client.inflight.step_budget import StepBudget
 from capd_client.inflight.thinning import Thinning
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_NBYTES
 
-__all__ = ["Block", "Drop", "KeepRows", "Room", "policy_of"]
+__all__ = ["Block", "Drop", "KeepRows", "policy_of"]
 
 _FULL = frozenset({DropReason.ARENA_FULL, DropReason.STEP_BUDGET})
-
-
-class Room(NamedTuple):
-    """The room for an offer: the slots, and the budget of its step."""
-
-    slots: SlotAllocator
-    budget: StepBudget
 
 
 class Drop:
@@ -43,13 +35,13 @@ class Drop:
             return "captures are dropped"
         return f"policy thin keeps one of {self.thinning.one_of} calls from the next one on"
 
-    def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
+    def no_room(self, wanted: Capture, reason: DropReason, live: Live) -> Union[Capture, DropReason]:
         """Return the capture that replaces one without room, or the reason of the drop.
 
         Args:
             wanted: The capture without room. It has no slot.
             reason: The reason why there was no room.
-            room: The slots and the budget.
+            live: Has the slots and the budget of each step.
         """
         if self.thinning is not None and reason in _FULL:
             self.thinning.refused(wanted.descriptor.moment)
@@ -67,10 +59,10 @@ class KeepRows(Drop):
     integers are dropped as well, because no row holds their statistics. Rows do not count against `max_mb_per_step`.
     """
 
-    def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
+    def no_room(self, wanted: Capture, reason: DropReason, live: Live) -> Union[Capture, DropReason]:
         """Return the capture of the row, in its own slot."""
         reducible = reason in _FULL or reason is DropReason.TOO_LARGE
-        slot = room.slots.take(ROW_NBYTES) if reducible and _has_row(wanted.definition) else None
+        slot = live.slots.take(ROW_NBYTES) if reducible and _has_row(wanted.definition) else None
         if slot is None:
             return reason
         wanted.slot = slot
@@ -91,15 +83,15 @@ class Block(Drop):
         super().__init__()
         self.max_block_s = max_block_s
 
-    def no_room(self, wanted: Capture, reason: DropReason, room: Room) -> Union[Capture, DropReason]:
+    def no_room(self, wanted: Capture, reason: DropReason, live: Live) -> Union[Capture, DropReason]:
         """Return a Record for a tensor that is too large, if the budget of its step has room for all of it."""
         descriptor = wanted.descriptor
         nbytes, iteration = descriptor.nbytes, descriptor.moment.iteration
         if reason is not DropReason.TOO_LARGE:
             return reason
-        if not room.budget.has_room(iteration, nbytes):
+        if not live.step_budget.has_room(iteration, nbytes):
             return DropReason.STEP_BUDGET
-        room.budget.take(iteration, nbytes)
+        live.step_budget.take(iteration, nbytes)
         return Record(
             descriptor, wanted.definition, wanted.slot, budgeted=nbytes, thread=wanted.thread, kept="parts",
             patience_s=self.max_block_s,

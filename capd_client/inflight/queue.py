@@ -24,9 +24,8 @@ from capd_client.inflight.counters import Counters
 from capd_client.inflight.definitions import Definition
 from capd_client.inflight.journal import Journal
 from capd_client.inflight.live import Live
-from capd_client.inflight.outbox import Outbox
 from capd_client.inflight.parts import PartCapture, Parts, Record, part_nbytes
-from capd_client.inflight.policies import Drop, Room
+from capd_client.inflight.policies import Drop
 from capd_client.inflight.step_budget import StepBudget
 from capd_client.protocol.counter_page import DROP_REASONS, DropReason
 from capd_client.protocol.messages import MAX_BATCH, Descriptor, NackRow
@@ -64,9 +63,8 @@ class Queue(Accounts):
         self.part_nbytes = part_nbytes(slots.capacity)
         # Whether some thread may still write to a slot that was given up.
         self.copying = False
-        self._outbox = Outbox()
-        self._live = Live(self, slots, self.journal, self.waiting, self.step_budget, self._outbox, wake)
-        self.parts = Parts(slots, self.journal, self.waiting, self._live, self._outbox)
+        self._live = Live(self, slots, self.journal, self.waiting, self.step_budget, wake)
+        self.parts = Parts(self._live)
 
     # -- the training thread's side -------------------------------------------------------------------
 
@@ -209,12 +207,12 @@ class Queue(Accounts):
     def next_batch(self, limit: int) -> list[Capture]:
         """Return up to `limit` captures to send now, oldest first. One that is still being copied stops the batch."""
         with self.lock:
-            return self._outbox.next_batch(limit)
+            return self._live.next_batch(limit)
 
     def reconnected(self) -> None:
         """Prepare for a new connection. Every sent and unsettled capture is due again, and every ledger row."""
         with self.lock:
-            self._outbox.send_again([*self._live.offers.values(), *self.parts.live.values()])
+            self._live.send_again(self.parts.live.values())
             self.ledger.forget_told()
             if self.policy.thinning is not None:
                 self.policy.thinning.restart()
@@ -258,7 +256,8 @@ class Queue(Accounts):
                 if capture.state == READY:
                     capture.cell = None
                 self._live.drop(capture, reason)
-            self._outbox.clear()
+            self._live.unsent.clear()
+            self._live.resend.clear()
             self.waiting.close()
             self.copying = self.parts.close() or self.copying
             return len(lost)
@@ -273,7 +272,7 @@ class Queue(Accounts):
     @property
     def unsent(self) -> bool:
         """Whether anything waits to be sent, ready or not."""
-        return bool(self._outbox)
+        return bool(self._live.unsent or self._live.resend)
 
     @property
     def roomy(self) -> bool:
@@ -288,7 +287,7 @@ class Queue(Accounts):
     @property
     def behind(self) -> bool:
         """Whether more captures wait to be sent than one message takes. Read without the lock."""
-        return len(self._outbox) > MAX_BATCH
+        return len(self._live.unsent) + len(self._live.resend) > MAX_BATCH
 
     @property
     def busy(self) -> bool:
@@ -303,7 +302,7 @@ class Queue(Accounts):
     def all_sent(self, upto: int) -> bool:
         """Return whether every sequence ≤ `upto` that is in flight was sent on this connection."""
         with self.lock:
-            return self._outbox.all_sent(upto)
+            return self._live.all_sent(upto)
 
     # -- with the lock held ----------------------------------------------------------------------------
 
@@ -324,7 +323,7 @@ class Queue(Accounts):
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
     ) -> Union[Capture, Refused]:
         wanted = Capture(descriptor, definition, EMPTY, thread=get_ident())
-        found = self.policy.no_room(wanted, reason, Room(self.slots, self.step_budget))
+        found = self.policy.no_room(wanted, reason, self._live)
         if isinstance(found, DropReason):
             return self._live.refuse(definition, descriptor, found, nbytes)
         return self._live.enter(found, queued=not isinstance(found, Record))
