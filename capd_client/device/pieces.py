@@ -36,7 +36,7 @@ class Snapshot(msgspec.Struct, eq=False):
         slot: The slot in the ring; None if the captured tensor itself is held.
         room: The slots that return to the ring at the end. They return earlier if another snapshot waits on the device
             for this copy.
-        kept: The slots that return only at the end.
+        row_room: The slots that return only at the end.
         source: The tensor whose statistics row the bytes will be; None if they are no row or already computed.
         lent: Whether the tensor is held although nobody declared it immutable.
         version: The version counter of a held tensor at capture. A change of it or of `address` shows a write.
@@ -50,7 +50,7 @@ class Snapshot(msgspec.Struct, eq=False):
     stream: int
     slot: Optional[Slot] = None
     room: Sequence[Room] = ()
-    kept: Sequence[Room] = ()
+    row_room: Sequence[Room] = ()
     source: Optional[torch.Tensor] = None
     lent: bool = False
     start: int = 0

@@ -170,7 +170,7 @@ class DeviceStager:
             return self._no_room()
         slot, memory = taken
         room: list[Room] = []
-        kept = ((self._rows, [slot]),)
+        row_room = ((self._rows, [slot]),)
         try:
             source: Optional[torch.Tensor] = None
             copy = self._room.take(nbytes, 0.0)
@@ -182,10 +182,10 @@ class DeviceStager:
                 source = copy[1].flat(copy[0][0], tensor.numel(), dtype)
             capture.descriptor.row_offset = capture.descriptor.offset
             event, stream = self._device.record(), self._device.stream()
-            row = Snapshot(capture, memory.tensor, ROW_NBYTES, event, stream, slot, room, kept, source)
+            row = Snapshot(capture, memory.tensor, ROW_NBYTES, event, stream, slot, room, row_room, source)
             return self._hand_over(row)
         except BaseException as error:
-            self._return(reason_of(error), capture, memory, slot, room, kept)
+            self._return(reason_of(error), capture, memory, slot, room, row_room)
             raise
 
     def hold(self, tensor: torch.Tensor, capture: Capture, *, lent: bool = False) -> Optional[DropReason]:
@@ -240,13 +240,13 @@ class DeviceStager:
         memory: RingMemory,
         slot: Slot,
         room: Sequence[Room],
-        kept: Sequence[Room] = (),
+        row_room: Sequence[Room] = (),
     ) -> None:
         """Drop a capture that is not handed over. Issued work may still write to its room, which returns after it."""
         if capture.thread:
             self._queue.abort(capture, reason)
             event, stream = self._device.record(), self._device.stream()
-            self._hand_over(Snapshot(capture, memory.tensor, 0, event, stream, slot, room, kept=kept))
+            self._hand_over(Snapshot(capture, memory.tensor, 0, event, stream, slot, room, row_room))
 
     # -- the copy pump ----------------------------------------------------------------------------------
 

@@ -337,7 +337,7 @@ class Transfers:
                 self._holding.give(snapshot.nbytes)
             self._device.recycle(snapshot.ready)
             self._forget(snapshot)
-        _give(room for snapshot in piece.ends for room in (*snapshot.room, *snapshot.kept))
+        _give(room for snapshot in piece.ends for room in (*snapshot.room, *snapshot.row_room))
         if self.gate is piece:
             self.gate = None
         self._freed = max(0, self._freed - 1)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional, Union
 
+from msgspec.structs import replace
+
 from capd_client.protocol.counter_page import (
     COUNTER_ACKED,
     COUNTER_DROPS,
@@ -112,15 +114,10 @@ class Ledger:
         """Return copies of up to `limit` changed rows, and regard them as reported."""
         rows: list[DropRow] = []
         while self._changed and len(rows) < limit:
-            row = self._rows[self._changed.popitem()[0]]
-            rows.append(
-                DropRow(
-                    row.key_id, row.reason, row.count, row.nbytes, row.first_iteration, row.last_iteration
-                )
-            )
+            rows.append(replace(self._rows[self._changed.popitem()[0]]))
         return rows
 
-    def forget_told(self) -> None:
+    def forget_reported(self) -> None:
         """Regard every row as changed, because the peer of a new connection may know none of them."""
         self._changed = dict.fromkeys(self._rows)
 

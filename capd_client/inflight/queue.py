@@ -69,20 +69,20 @@ class Queue(Accounts):
     # -- the training thread's side -------------------------------------------------------------------
 
     def admit(
-        self, definition: Definition, descriptor: Descriptor, behind_nbytes: int = 0
+        self, definition: Definition, descriptor: Descriptor, row_nbytes: int = 0
     ) -> Union[Capture, Refused]:
         """Count an offer and give it a slot, a sequence and a place in the queue, or count the drop.
 
         Args:
             definition: The definition of the tensor.
             descriptor: The queue fills in its sequence and offset.
-            behind_nbytes: The room after the tensor's bytes in the slot, for its statistics row.
+            row_nbytes: The room after the tensor's bytes in the slot, for its statistics row.
 
         Returns:
             The capture, or the refusal with the reason of the drop. The capture's `kept` names the part of the tensor
             that is kept.
         """
-        nbytes = descriptor.nbytes + behind_nbytes
+        nbytes = descriptor.nbytes + row_nbytes
         with self.lock:
             if self.refusing is not None:
                 return self._live.refuse(definition, descriptor, self.refusing, nbytes)
@@ -213,7 +213,7 @@ class Queue(Accounts):
         """Prepare for a new connection. Every sent and unsettled capture is due again, and every ledger row."""
         with self.lock:
             self._live.send_again(self.parts.live.values())
-            self.ledger.forget_told()
+            self.ledger.forget_reported()
             if self.policy.thinning is not None:
                 self.policy.thinning.restart()
 

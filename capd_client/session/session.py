@@ -62,11 +62,13 @@ class Session(Border):
 
     def __init__(self, config: ClientConfig, environ: Optional[Mapping[str, str]] = None) -> None:
         assert config.endpoint is not None  # noqa: S101 - the caller asked `enabled`
+        renew = threading.Event()
         context = Context(
             iteration=config.iteration,
             sample_idx=config.sample_idx,
             environ=environ,
-            on_rank_change=self._change_rank,
+            # HELLO names the rank, so a new rank needs a new connection.
+            on_rank_change=renew.set,
             on_iteration=self._begin_iteration,
         )
         notices, info = Notices(), context.rank_info
@@ -92,6 +94,7 @@ class Session(Border):
             notices,
             self.steering,
             wakeup,
+            renew,
             stagers=self.stagers,
             growth=Growth(self.arena, self.queue, self.devices, self._endpoint, self._hello),
             ping_s=config.ping_s,
@@ -120,12 +123,6 @@ class Session(Border):
         """Set up the CUDA devices among `devices` for captures. Training steps then do not wait for this."""
         if self.enabled:
             self.devices.prepare(device for device in devices if device.type == "cuda")
-
-    def _change_rank(self) -> None:
-        """Report a new rank to the daemon. HELLO names the rank, so this needs a new connection."""
-        # Before the first connection there is nothing to correct.
-        if hasattr(self, "transport"):
-            self.transport.reconnect()
 
     def _begin_iteration(self, iteration: int) -> None:
         """Report an iteration that begins, and follow `capd ctl`. Runs once per iteration on the training thread."""

@@ -45,7 +45,7 @@ def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) 
 def leave(current: AnySession, timeout_s: Optional[float]) -> None:
     """Close the session. The last session of a daemon that the job started has it seal the run, in the time left."""
     config = current.config
-    shared_rules_of(current.context).tell()
+    shared_rules_of(current.context).report()
     deadline = time.monotonic() + (config.exit_timeout_s if timeout_s is None else timeout_s)
     current.close(timeout_s)
     welcome = current.transport.welcome if isinstance(current, Session) else None

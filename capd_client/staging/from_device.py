@@ -80,9 +80,8 @@ class FromDevice:
         capture = self._queue.admit(described.definition, descriptor, ROW_NBYTES)
         if isinstance(capture, Refused):
             self._log.no_room(capture)
-            return
-        reason = stager.snapshot_row(described.source, capture, described.dtype, nbytes, deadline)
-        self._conclude(stager, capture, reason)
+        else:
+            self._snapshot_row(stager, described, capture, nbytes, deadline)
 
     def _take_tensor(self, stager: DeviceStager, described: Described) -> None:
         source, dtype, descriptor = described.source, described.dtype, described.descriptor
@@ -100,7 +99,7 @@ class FromDevice:
             self._take_parts(stager, source, dtype, capture, hold=hold and order is None, lent=lent)
         elif capture.kept == "row":
             # There was only room for the statistics.
-            self._take_reduced(stager, described, capture, nbytes, deadline)
+            self._snapshot_row(stager, described, capture, nbytes, deadline, reduced=True)
         elif not nbytes:
             self._queue.ready(capture)
         else:
@@ -111,24 +110,25 @@ class FromDevice:
                 reason = stager.snapshot(dense, capture, dtype, deadline)
             if reason is DropReason.RING_FULL and self._queue.reduce(capture):
                 descriptor.order = None
-                self._take_reduced(stager, described, capture, nbytes, deadline)
+                self._snapshot_row(stager, described, capture, nbytes, deadline, reduced=True)
             else:
                 self._conclude(stager, capture, reason)
 
     def _admit(self, stager: DeviceStager, described: Described, *, hold: bool) -> Optional[Capture]:
         """Return the capture, or None if the arena has no room or the ring is too small."""
         definition, descriptor = described.definition, described.descriptor
-        nbytes = descriptor.nbytes
-        if hold or nbytes <= stager.capacity:
+        nbytes, capacity = descriptor.nbytes, stager.capacity
+        fits = hold or nbytes <= capacity
+        if fits:
             capture = self._queue.admit(definition, descriptor)
-            if not isinstance(capture, Refused):
-                return capture
-            self._log.no_room(capture)
         else:
             capture = self._queue.turn_away(definition, descriptor, DropReason.TOO_LARGE)
-            if not isinstance(capture, Refused):
-                return capture
-            self._log.too_large_for_ring(definition, nbytes, stager.capacity)
+        if not isinstance(capture, Refused):
+            return capture
+        if fits:
+            self._log.no_room(capture)
+        else:
+            self._log.too_large_for_ring(definition, nbytes, capacity)
         return None
 
     def _take_parts(
@@ -158,12 +158,19 @@ class FromDevice:
                 break
         self._log.end_of_parts(record, nbytes)
 
-    def _take_reduced(
-        self, stager: DeviceStager, described: Described, capture: Capture, nbytes: int, deadline: float
+    def _snapshot_row(
+        self,
+        stager: DeviceStager,
+        described: Described,
+        capture: Capture,
+        nbytes: int,
+        deadline: float,
+        *,
+        reduced: bool = False,
     ) -> None:
-        """Keep the statistics of a tensor without room (policy stats)."""
+        """Keep the statistics of a tensor of `nbytes`. `reduced`: policy stats found no room for the tensor."""
         reason = stager.snapshot_row(described.source, capture, described.dtype, nbytes, deadline)
-        if reason is None:
+        if reduced and reason is None:
             self._log.reduced(described.source.nbytes)
         self._conclude(stager, capture, reason)
 

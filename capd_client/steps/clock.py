@@ -182,14 +182,14 @@ def begin_counted(counter: Counter) -> None:
     """
     if counter not in _counters:
         _counters.append(counter)
-    _tell()
+    _follow_counters()
 
 
 def end_counted(counter: Counter) -> None:
     """Undo `begin_counted`. No effect without a call of it. Never raises."""
     if counter in _counters:
         _counters.remove(counter)
-        _tell()
+        _follow_counters()
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def counting(counter: Counter) -> Iterator[None]:
         end_counted(counter)
 
 
-def _tell() -> None:
+def _follow_counters() -> None:
     for clock in tuple(_clocks):
         clock.context.follow(_reading if _counters else None)
 

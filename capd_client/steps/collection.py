@@ -27,7 +27,7 @@ def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:
     text = config.collect
     if text is None:
         return None
-    return context.owned(Quota, lambda: _Told(text, config.collect_dir, context).quota)
+    return context.owned(Quota, lambda: _Document(text, config.collect_dir, context).quota)
 
 
 def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool:
@@ -43,7 +43,7 @@ def within_quota(config: ClientConfig, context: Context, moment: Moment) -> bool
     return quota.take(moment.iteration, moment.micro_batch)
 
 
-class _Told:
+class _Document:
     """The writer of the process's document after each change of the quota. Errors are logged; none reaches the job."""
 
     def __init__(self, text: str, directory: Optional[str], context: Context) -> None:

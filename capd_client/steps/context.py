@@ -99,7 +99,7 @@ class Context:
         self.evaluating = False
         self._counter: Optional[Counter] = None
         # The framework's iteration that was read last.
-        self._told = -1
+        self._last_read = -1
         # The micro-batches of this iteration that the framework does not know. They are added to its numbers.
         self._offset = 0
         # Whether a root forward is under way that no framework counts.
@@ -225,8 +225,8 @@ class Context:
         iteration, micro_batch = counter()
         self.counted = micro_batch is not None
         own = self.iteration_is_set
-        if self.dirty if iteration is None else iteration != self._told:
-            self._told = -1 if iteration is None else iteration
+        if self.dirty if iteration is None else iteration != self._last_read:
+            self._last_read = -1 if iteration is None else iteration
             # One iteration of the job may be several iterations of the framework.
             if own:
                 self._offset = 0 if self._fresh else self.micro_batch + 1

@@ -26,7 +26,7 @@ class SharedRules:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._met: set[Part] = set()
-        self._told: set[Part] = set()
+        self._reported: set[Part] = set()
         # The text of each problem that is not reported yet, and its models.
         self._open: dict[Part, tuple[str, list[str]]] = {}
 
@@ -45,27 +45,27 @@ class SharedRules:
     def hold(self, model: str, problems: Iterable[Problem]) -> None:
         """Hold the problems of a model, until it is known that no other model of the job solves them."""
         for problem in problems:
-            if problem.part is None or problem.part in self._told:
+            if problem.part is None or problem.part in self._reported:
                 continue
             _, others = self._open.setdefault(problem.part, (f"{model}: {problem.text}", []))
             others.append(model)
         if self._open and self._stepped not in self._clock.after_step:
             self._clock.after_step.append(self._stepped)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Warn of the problems that no model solves. All models are known now."""
         if self._stepped in self._clock.after_step:
             self._clock.after_step.remove(self._stepped)
         for part, (text, models) in self._open.items():
             others = ", ".join(dict.fromkeys(models[1:]))
             _notices.warn(text, "%s%s", text, f" (nor is there in {others})" if others else "")
-            self._told.add(part)
+            self._reported.add(part)
         self._open.clear()
 
     def _stepped(self) -> None:
         search = sys.modules.get("_capd_roots")
         if search is None or not search.searching():
-            self.tell()
+            self.report()
 
 
 def shared_rules_of(context: Context) -> SharedRules:

@@ -23,10 +23,10 @@ from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.queue import Queue
 from capd_client.process.log import Notices
 from capd_client.process.wakeup import Wakeup
-from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.counter_page import DROP_REASONS, DropReason
 from capd_client.protocol.messages import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
 from capd_client.steps.steering import Steering
-from capd_client.transport.conversation import Conversation, FlushRequest, Verdict, reason_text
+from capd_client.transport.conversation import Conversation, FlushRequest, Verdict
 from capd_client.transport.growth import Growth
 from capd_client.transport.link import IO_TIMEOUT_S, Link
 from capd_client.transport.rests import Rests
@@ -57,10 +57,10 @@ class Transport:
         notices: The log.
         steering: Follows `capd ctl`.
         wakeup: Ends a rest of the thread. The queue has the same one.
+        renew: Set when a fact in HELLO has changed, so that the session continues on a new connection.
         stagers: The stagers of the devices whose copies go to the arena. The list may grow.
         growth: Grows and shrinks the arena; None: the arena keeps its size.
         ping_s: The silence of the daemon after which it gets a PING.
-        handshake_timeout_s: The time after HELLO until the daemon's answer is overdue.
         name: The name of the thread.
     """
 
@@ -71,11 +71,11 @@ class Transport:
         notices: Notices,
         steering: Steering,
         wakeup: Wakeup,
+        renew: threading.Event,
         *,
         stagers: Sequence[DeviceStager] = (),
         growth: Optional[Growth] = None,
         ping_s: float = 5.0,
-        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         name: str = "capd-client",
     ) -> None:
         self._connect = connect
@@ -84,7 +84,6 @@ class Transport:
         self._steering = steering
         self._growth = growth
         self._ping_s = ping_s
-        self._handshake_timeout_s = handshake_timeout_s
         self._talk: Optional[Conversation] = None
         self._random = random.Random()  # noqa: S311 - jitter; private, the job's generators stay untouched
         self._stagers = stagers
@@ -96,9 +95,9 @@ class Transport:
         # The end of the handshake's time.
         self._deadline = 0.0
         # Whether the outage was reported. With this variable, `capd run` has reported it.
-        self._outage_told = "CAPD_RUN_NO_DAEMON" in os.environ
+        self._outage_reported = "CAPD_RUN_NO_DAEMON" in os.environ
         self._leaving = False
-        self._renew = False
+        self._renew = renew
         self._stop = threading.Event()
         self._rests = Rests(queue, lambda: any(stager.pending for stager in self._stagers))
         self._wakeup = wakeup
@@ -150,10 +149,6 @@ class Transport:
             self._flushes = [other for other in self._flushes if other is not request]
         return self._queue.settled(upto)
 
-    def reconnect(self) -> None:
-        """Continue the session on a new connection, because a fact in HELLO has changed."""
-        self._renew = True
-
     def leave(self) -> None:
         """Send BYE as soon as nothing is in flight. The answer sets `bye_ok`."""
         self._leaving = True
@@ -201,8 +196,7 @@ class Transport:
             self._begin(IO_TIMEOUT_S)
         elif self.state is State.HANDSHAKE and now > self._deadline:
             self._overdue(now)
-        elif self.state is State.RUNNING and self._renew:
-            self._renew = False
+        elif self.state is State.RUNNING and self._renew.is_set():
             self._drop_link()
             self.state = State.DISCONNECTED
         elif self.state is State.RUNNING and talk is not None:
@@ -220,6 +214,7 @@ class Transport:
 
     def _begin(self, connect_s: float) -> None:
         self._connections += 1
+        self._renew.clear()
         self._await_welcome(self._connect(self._connections, connect_s))
 
     def _await_welcome(self, link: Link) -> None:
@@ -227,7 +222,7 @@ class Transport:
         self._talk = Conversation(
             link, self._queue, self._steering, ping_s=self._ping_s, refused=self._nacked
         )
-        self._deadline = time.monotonic() + self._handshake_timeout_s
+        self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.state = State.HANDSHAKE
 
     def _tend_arena(self) -> None:
@@ -270,10 +265,10 @@ class Transport:
         if isinstance(verdict, Welcome):
             if self.welcome is None:
                 self._notices.info("captures of run %s go to %s", verdict.run_id, verdict.store)
-            talk.begin()
+            self._queue.reconnected()
             self.welcome = verdict
             self._backoff_s = _BACKOFF_S[0]
-            self._outage_told = False
+            self._outage_reported = False
             self.refused.clear()
             self.state = State.RUNNING
         elif isinstance(verdict, ByeOk):
@@ -298,7 +293,8 @@ class Transport:
         )
 
     def _nacked(self, row: NackRow) -> None:
-        self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s", reason_text(row))
+        reason = DROP_REASONS[row.reason].value
+        self._notices.warn(f"nack {row.reason}", "the daemon refused a capture: %s: %s", reason, row.message)
 
     def _disconnected(self, error: BaseException) -> None:
         """Close the connection and try again later. The delay doubles, with jitter to spread the ranks."""
@@ -311,7 +307,9 @@ class Transport:
         self._next_attempt = time.monotonic() + self._backoff_s * self._random.uniform(0.5, 1.0)
         self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
         # An EOFError has no text.
-        self._tell_outage("lost" if was_running else "cannot reach", str(error) or "it closed the connection")
+        self._report_outage(
+            "lost" if was_running else "cannot reach", str(error) or "it closed the connection"
+        )
 
     def _overdue(self, now: float) -> None:
         """Report that HELLO is not answered in time, and continue to wait.
@@ -322,11 +320,11 @@ class Transport:
             raise TimeoutError("it did not answer HELLO")
         if not self.refused.is_set():
             self.refused.set()
-            self._tell_outage("cannot reach", "it has not answered HELLO yet")
+            self._report_outage("cannot reach", "it has not answered HELLO yet")
 
-    def _tell_outage(self, what: str, why: str) -> None:
-        if not self._outage_told:
-            self._outage_told = True
+    def _report_outage(self, what: str, why: str) -> None:
+        if not self._outage_reported:
+            self._outage_reported = True
             self._notices.warn(
                 "disconnected",
                 "%s the daemon: %s. Captures wait in the arena and are dropped when it is full; "

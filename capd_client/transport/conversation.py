@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Optional, Union
 
 from capd_client.inflight.queue import Queue
 from capd_client.protocol.control import Drain, Drained, Steer, Steered
-from capd_client.protocol.counter_page import DROP_REASONS
 from capd_client.protocol.messages import (
     MAX_BATCH,
     Ack,
@@ -46,15 +46,13 @@ _MISSED_PINGS = 3
 Verdict = Union[Welcome, Reject, ByeOk]
 
 
+@dataclass(eq=False)
 class FlushRequest:
     """A flush that a thread waits for on `done`."""
 
-    __slots__ = ("done", "id", "upto")
-
-    def __init__(self, flush_id: int, upto: int) -> None:
-        self.id = flush_id
-        self.upto = upto
-        self.done = threading.Event()
+    id: int
+    upto: int
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Conversation:
@@ -92,15 +90,11 @@ class Conversation:
         # The DRAINs to answer: the id, and the last sequence before it.
         self._drains: list[tuple[int, int]] = []
         # The last STEERED sent on this connection.
-        self._told: Optional[Steered] = None
+        self._answered: Optional[Steered] = None
         self._bye_sent = False
         self._unanswered = 0
         self._last_drops = float("-inf")
         self._last_heard = self._last_ping = clock()
-
-    def begin(self) -> None:
-        """Begin after WELCOME: everything sent on earlier connections is due again."""
-        self._queue.reconnected()
 
     def send_ready(self) -> bool:
         """Send the ready captures, oldest first. Return whether there were any."""
@@ -123,7 +117,7 @@ class Conversation:
                 self._flushed.add(request.id)
 
     def send_drops(self, *, at_once: bool = False) -> None:
-        """Tell the changed rows of the drop ledger, at most once per second."""
+        """Send the changed rows of the drop ledger, at most once per second."""
         ledger = self._queue.ledger
         now = self._clock()
         if not ledger.changed or (now - self._last_drops < _DROPS_INTERVAL_S and not at_once):
@@ -139,9 +133,9 @@ class Conversation:
     def send_answers(self) -> None:
         """Answer `capd ctl`: send the steering of this rank if it changed, and the finished drains."""
         answer = self._steering.answer
-        if answer is not None and answer is not self._told and self.link.writable():
+        if answer is not None and answer is not self._answered and self.link.writable():
             self.link.send(answer)
-            self._told = answer
+            self._answered = answer
         while self._drains and self._queue.settled(self._drains[0][1]) and self.link.writable():
             self.link.send(Drained(self._drains.pop(0)[0]))
 
@@ -194,18 +188,15 @@ class Conversation:
 
     def _take(self, message: DaemonMessage) -> None:
         if isinstance(message, Nack):
-            self._nacked(message)
+            self._queue.refused(message.rows)
+            for row in message.rows:
+                self._refused(row)
         elif isinstance(message, Steer):
             self._steering.receive(message)
         elif isinstance(message, Drain):
             self._drains.append((message.id, self._queue.last_sequence))
         elif not isinstance(message, (Flushed, Pong)):
             raise ConnectionError(f"the daemon sent a {type(message).__name__} to a rank")
-
-    def _nacked(self, message: Nack) -> None:
-        self._queue.refused(message.rows)
-        for row in message.rows:
-            self._refused(row)
 
     def _define(self, key_id: int) -> None:
         defined = self._defined
@@ -214,8 +205,3 @@ class Conversation:
         if not defined[key_id]:
             self.link.send(self._queue.definitions[key_id].define)
             defined[key_id] = 1
-
-
-def reason_text(row: NackRow) -> str:
-    """Return a row of a NACK as one line of a log."""
-    return f"{DROP_REASONS[row.reason].value}: {row.message}"

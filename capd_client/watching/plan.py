@@ -109,7 +109,7 @@ def plan(
     handle = attached(
         sink, model, "plan", name=name, steps=steps, tensors=tensors, select=select, slices=slices
     )
-    shared_rules_of(sink.context).tell()
+    shared_rules_of(sink.context).report()
     return Plan(sink, handle)
 
 

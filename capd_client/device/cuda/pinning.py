@@ -115,7 +115,7 @@ class Pinning:
             started = time.monotonic()
             problem = self._register(end)
             if problem is not None:
-                self._tell(problem)
+                self._report(problem)
             self._closed.wait(time.monotonic() - started)
         with self._lock:
             self._settled = True
@@ -125,7 +125,7 @@ class Pinning:
         if release is not None:
             release()
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         nbytes = self._limit - self._arena.start
         pinned = f"only the first {nbytes >> 20} MiB of the arena are" if nbytes else "the arena is not"
         self._notices.warn("unpinned", "%s pinned, copies from devices are slower: %s", pinned, problem)

@@ -160,7 +160,7 @@ def _keep_out_of_captures() -> None:
         mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
         done |= exchange(ctypes.byref(mode)) == 0
     if not done:
-        _tell_of_captures()
+        _warn_of_captures()
 
 
 def _exchanges_of_mode() -> list[Any]:
@@ -178,7 +178,7 @@ def _exchanges_of_mode() -> list[Any]:
 
 
 @functools.cache
-def _tell_of_captures() -> None:
+def _warn_of_captures() -> None:
     Notices().warn(
         "capture_mode",
         "capd's threads cannot keep out of the capture of CUDA graphs: neither a CUDA or HIP runtime library nor the "

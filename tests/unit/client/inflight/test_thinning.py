@@ -325,7 +325,7 @@ def test_a_new_connection_begins_at_factor_one(peer: Peer, connected: Callable[.
         thinning.keeps(Moment())
         thinning.refused(Moment())
     assert thinning.one_of == 2
-    session.transport.reconnect()
+    session.transport._renew.set()
     wait_until(lambda: len(peer.hellos) == 2 and session.transport.state is State.RUNNING)
     assert thinning.one_of == 1
 

@@ -178,9 +178,10 @@ def test_a_silent_daemon_is_left_and_tried_again(
     peer: Peer, make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("capd_client.transport.client_thread._PATIENCE_S", 0.0)
+    monkeypatch.setattr("capd_client.transport.client_thread.HANDSHAKE_TIMEOUT_S", 0.5)
     peer.welcome = False
     session = make_session()
-    session.transport._handshake_timeout_s = session.transport._deadline = 0.5
+    session.transport._deadline = 0.5
     wait_until(lambda: session.transport.refused.is_set())
     peer.welcome = True
     offer(session, 1)

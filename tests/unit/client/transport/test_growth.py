@@ -102,7 +102,7 @@ def test_nothing_in_flight_is_taken_from_under_its_writers(
     session.offer(torch.ones(4), KEY, session.context.moment())
     assert grow.shrink(99) is None
     peer.ack = True
-    session.transport.reconnect()
+    session.transport._renew.set()
     assert session.flush(20)
     session.queue.copying = True
     assert grow.shrink(99) is None

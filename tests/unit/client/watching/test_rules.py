@@ -341,7 +341,7 @@ def test_shared_rules_are_to_blame_only_where_no_model_of_the_job_has_what_they_
         "(nor is there in Blocks, MultiheadAttention)"
     ]
     train(model)
-    shared_rules_of(sink.context).tell()
+    shared_rules_of(sink.context).report()
     assert said() == []
 
 
@@ -354,7 +354,7 @@ def test_a_model_of_which_shared_rules_want_nothing_is_said_to_give_none(
 
     watch(MLP())
     watch(nn.Sequential(nn.Linear(2, 2)))
-    shared_rules_of(sink.context).tell()
+    shared_rules_of(sink.context).report()
 
     [message] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert message == "capd: Sequential: no rule matches any of its 1 products"

@@ -87,7 +87,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """The libraries of a process by the beginning of their names."""
     libraries: dict[str, list[Any]] = {}
     monkeypatch.setattr(cuda, "mapped_libraries", lambda prefix: libraries.get(prefix, []))
-    cuda._tell_of_captures.cache_clear()
+    cuda._warn_of_captures.cache_clear()
     return libraries
 
 
