@@ -37,31 +37,18 @@ _PREFAULT_NBYTES = 2 << 20
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    libc.mremap.restype = ctypes.c_void_p
-    libc.mremap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = libc.mremap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+    libc.mremap.argtypes = [pointer, size, size, number, pointer]
+    libc.munmap.argtypes = [pointer, size]
+    libc.madvise.argtypes = [pointer, size, number]
     return libc
 
 
-def _fail(what: str) -> ArenaError:
+def _error_of(what: str) -> OSError:
     number = ctypes.get_errno()
-    return ArenaError(f"{what} failed: {os.strerror(number)}")
+    return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _seal(fd: int) -> None:
@@ -116,11 +103,9 @@ class Arena:
         self.address = 0
         # A descriptor that is not `fd` yet, or not any more.
         self._spare = -1
+        self.fd = -1
         try:
             self.fd = os.memfd_create("capd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise ArenaError(f"memfd_create failed: {error.strerror}") from error
-        try:
             os.ftruncate(self.fd, self.nbytes)
             self.address = self._map(self.fd)
             _seal(self.fd)
@@ -129,9 +114,6 @@ class Arena:
             raise ArenaError(
                 f"an arena of {self.nbytes} bytes could not be made: {error.strerror}"
             ) from error
-        except ArenaError:
-            self.close()
-            raise
         self.buffer = (ctypes.c_char * self.nbytes).from_address(self.address)
         page = (ctypes.c_uint64 * (PAGE_NBYTES // 8)).from_address(self.address)
         self.words = memoryview(page).cast("B").cast("Q")
@@ -140,9 +122,9 @@ class Arena:
         """Map `fd` without inheritance by forked children, and return the address."""
         address = self._libc.mmap(None, self.nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
         if address is None or address == _MAP_FAILED:
-            raise _fail(f"mapping {self.nbytes} bytes")
+            raise _error_of(f"mapping {self.nbytes} bytes")
         if self._libc.madvise(address, self.nbytes, _MADV_DONTFORK) != 0:
-            error = _fail("madvise(MADV_DONTFORK)")
+            error = _error_of("madvise(MADV_DONTFORK)")
             self._libc.munmap(address, self.nbytes)
             raise error
         return int(address)
@@ -219,8 +201,7 @@ class Arena:
             announce: Called with the new descriptor before anything changes here. Its errors end the call.
 
         Raises:
-            ArenaError: The kernel refused a mapping.
-            OSError: The kernel refused the memfd or the seals, or `announce` failed.
+            OSError: The kernel refused the memfd, the mapping or the seals, or `announce` failed.
         """
         fd = self._spare = os.memfd_create("capd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         address = 0
@@ -235,7 +216,7 @@ class Arena:
                 address, self.nbytes, self.nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address
             )
             if moved != self.address:
-                raise _fail("mremap")
+                raise _error_of("mremap")
         except BaseException:
             if address:
                 self._libc.munmap(address, self.nbytes)

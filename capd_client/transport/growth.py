@@ -15,7 +15,6 @@ from typing import Optional
 
 from capd_client.arena.arena import Arena
 from capd_client.device.devices import Devices
-from capd_client.errors import ArenaError
 from capd_client.inflight.queue import Queue
 from capd_client.protocol.messages import Hello
 from capd_client.transport.link import Link
@@ -106,7 +105,7 @@ class Growth:
                         self._arena.replace(self._queue.journal.lasting, lambda fd: link.greet(fd, hello))
                         self._queue.journal.restart()
                         replaced = True
-        except (ArenaError, OSError):
+        except OSError:
             # Nothing has changed. If the daemon has this HELLO already, the next HELLO corrects it.
             pass
         if not replaced:
