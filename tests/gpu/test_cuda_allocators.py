@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.conftest import Job, same_bits
+from tests.kit.gpu.job import Job, same_bits
 
 # Memory that is freed right behind its capture goes to the next tensor, or back to the driver.
 CHURN = """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gpu.conftest import Job, python_path
+from tests.kit.gpu.job import Job, python_path
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from tests.gpu.conftest import Job, same_bits
+from tests.kit.gpu.job import Job, same_bits
 
 STREAM = """
 import json

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 # By name. Odd lengths are not aligned to anything; the permuted ones are dense in another order than C's.
 TENSORS = """

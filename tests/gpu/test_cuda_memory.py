@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 

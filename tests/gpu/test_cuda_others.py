@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 # Of the rate without captures. Uploads go the other way on the link, and collectives another way altogether.
 MUST_REMAIN = 0.85

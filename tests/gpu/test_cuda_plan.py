@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import capd
-from tests.gpu.conftest import python_path
+from tests.kit.gpu.job import python_path
 
 JOB = """
 import torch, capd_client

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from capd.store.format.statistics import public, summarise
-from tests.gpu.conftest import Job, same_bits
+from tests.kit.gpu.job import Job, same_bits
 
 # The host issues three rings' worth and more while the device sleeps. Four fit, and rows of statistics beside them. The
 # arena is as large and page-locked as if it had held all of them before: copies to other memory are not issued ahead.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 # The same tensors from the device and from the host: of the latter the daemon computes the statistics.
 BOTH = """

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.gpu.conftest import Job
+from tests.kit.gpu.job import Job
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"

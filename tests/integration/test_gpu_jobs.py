@@ -23,8 +23,8 @@ from tests.gpu import test_cuda_plan as plan
 from tests.gpu import test_cuda_policies as policies
 from tests.gpu import test_cuda_statistics as statistics
 from tests.gpu import test_cuda_wrappers as wrappers
-from tests.gpu.conftest import PREAMBLE, Job, python_path, same_bits
 from tests.kit import forking
+from tests.kit.gpu.job import PREAMBLE, Job, python_path, same_bits
 from tests.kit.processes import Daemon
 
 STAND_IN = "import tests.kit.gpu.stand_in\n"

@@ -22,8 +22,8 @@ from capd.store.format.statistics import Stats
 from capd.store.read.store import Record, Series
 from capd_client.protocol.statistics_row import ROW_FIELDS, ROW_VALUES
 from tests.integration.rules import statistics_job
-from tests.integration.rules.test_modes import ITERATIONS, MICRO_BATCHES, job, train
 from tests.kit import content, forking
+from tests.kit.jobs.modes import ITERATIONS, MICRO_BATCHES, job, train
 from tests.kit.processes import Daemon, StartRank, capd, until
 
 

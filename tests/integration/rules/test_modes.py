@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +11,10 @@ import pytest
 import torch
 
 import capd as capd_package
-from tests.kit import forking
+from tests.kit.jobs.modes import ITERATIONS, MICRO_BATCHES, job, same_bits, train
 from tests.kit.processes import Daemon, capd
 
-JOB = Path(__file__).with_name("modes_job.py")
-ITERATIONS, MICRO_BATCHES = 5, 2
 Moment = tuple[str, str, int, int]  # module, tensor_name, iteration, micro_batch
-
-
-def train(out: Path, at_pause: Callable[[str], None] = lambda _: None, **environment: str) -> dict[str, Any]:
-    """Run the job; what it held and counted. at_pause: told the line of each pause, which then ends."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")}
-    path = os.pathsep.join([str(JOB.parents[3]), os.environ.get("PYTHONPATH", "")])
-    with forking.popen(
-        [sys.executable, str(JOB), str(out), str(ITERATIONS), str(MICRO_BATCHES)],
-        env={**inherited, "PYTHONPATH": path, "CAPD_STRICT": "1", **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for line in process.stdout:
-            at_pause(line.strip())
-            process.stdin.write("\n")
-            process.stdin.flush()
-    assert process.returncode == 0
-    held: dict[str, Any] = torch.load(out, weights_only=True)
-    return held
-
-
-def job(
-    daemon: Daemon, out: Path, at_pause: Callable[[str], None] = lambda _: None, **environment: str
-) -> dict[str, Any]:
-    """Run the job with capture."""
-    settings = {"CAPD_RUN_ID": "run", "CAPD_POLICY": "block", "CAPD_ARENA_BYTES": str(8 << 20)}
-    return train(out, at_pause, CAPD_ENDPOINT=daemon.endpoint, **{**settings, **environment})
 
 
 def stored(daemon: Daemon) -> dict[Moment, tuple[torch.Tensor, Any]]:
@@ -62,10 +26,6 @@ def stored(daemon: Daemon) -> dict[Moment, tuple[torch.Tensor, Any]]:
             assert at not in found
             found[at] = (series.torch(i), record)
     return found
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.contiguous().view(torch.int32))
 
 
 def test_sample_keeps_whole_calls_by_the_rule_alone(daemon: Daemon, tmp_path: Path) -> None:

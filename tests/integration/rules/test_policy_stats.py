@@ -7,7 +7,7 @@ from pathlib import Path
 
 import capd as capd_package
 from capd.store.format.statistics import public, summarise
-from tests.integration.rules.test_modes import same_bits, train
+from tests.kit.jobs.modes import same_bits, train
 from tests.kit.processes import Daemon, capd
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from capd_client.arena.host_copy import order_of
 from capd_client.errors import ConfigError
@@ -21,19 +20,14 @@ from capd_client.protocol.key import MAX_NAME_CHARS, Key, Moment
 from capd_client.protocol.messages import MAX_METADATA_NBYTES
 from capd_client.session.session import Session
 from capd_client.tensors import emulation_label
+from tests.kit.client.offering import KEY, Counting, offer
 from tests.kit.client.peer import Peer
-
-KEY = Key(quant_type="q", rank=0, tensor_name="x")
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in C order, independent of capd."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def offer(session: Session, tensor: Any, key: Key = KEY, **options: Any) -> None:
-    session.offer(tensor, key, session.context.moment(), **options)
 
 
 @pytest.fixture
@@ -301,18 +295,6 @@ def test_attributes_and_metadata_outside_the_limits_are_counted_drops(session: S
         offer(session, torch.ones(3), metadata=metadata)
     offer(session, torch.ones(3), metadata="é" * (MAX_METADATA_NBYTES // 2))
     assert session.snapshot().dropped == {DropReason.INVALID_KEY.value: 9}
-
-
-class Counting(TorchDispatchMode):
-    """Sees every operation, as flop counters and selective checkpointing do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_modes_of_the_job_do_not_see_our_operations(session: Session, peer: Peer) -> None:

@@ -17,10 +17,10 @@ from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Moment
 from capd_client.session.session import Session
 from tests.kit.client.device import FakeDevice, Rig
+from tests.kit.client.offering import KEY, Counting, offer
 from tests.kit.client.peer import Peer
+from tests.kit.client.queues import PAGE, admit, exact, make, send_all
 from tests.kit.client.statistics_rows import any_bits, assert_row, daemon_row, ordinary, tensor_of
-from tests.unit.client.explicit.test_capture import KEY, Counting, offer
-from tests.unit.client.inflight.test_queue import PAGE, admit, exact, make, send_all
 
 MakeRig = Callable[..., Rig]
 NAMES = sorted(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES)

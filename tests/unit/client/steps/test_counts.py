@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from capd_client.watching.watch import watch
 from tests.kit.client.sink import MemorySink
-from tests.unit.client.watching.test_steering import steer
+from tests.kit.client.steering import steer
 
 WIDTH = 8
 

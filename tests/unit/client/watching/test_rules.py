@@ -22,7 +22,7 @@ from capd_client.steps.shared_rules import shared_rules_of
 from capd_client.watching.watch import watch
 from tests.kit.client.models import MLP, Blocks, Repeated, non_reentrant, reentrant
 from tests.kit.client.sink import MemorySink
-from tests.unit.client.watching.test_steering import OPERANDS, of, steer, taken, train
+from tests.kit.client.steering import OPERANDS, of, steer, taken, train
 
 LAYERS = ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")
 

@@ -7,7 +7,6 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import capd
@@ -26,29 +25,8 @@ from tests.kit.store.damaging import (
     inside,
     spool,
 )
-from tests.kit.store.writing import Writer, key
-
-RNG = np.random.default_rng(5)
-
-# Ten of these share a chunk, which is written anew with every COMMIT.
-SHARED = key("shared")
-
-
-def put_shared(writer: Writer, *iterations: int) -> None:
-    """Put records and move them to their shard with one COMMIT; beside them one that waits, so that the log stays."""
-    for iteration in iterations:
-        bits = RNG.standard_normal((200, 128)).astype("f4")
-        writer.put(SHARED, "float32", bits, iteration=iteration)
-    writer.put(key(f"waiting-{iterations[0]}"), "float32", np.ones(3, "f4"))
-    writer.flush()
-    writer.pipeline.post("run", _settle).result(timeout=30)
-
-
-def _settle(store: RunStore) -> None:
-    [series] = [series for series in store._series.values() if series.header.key == SHARED]
-    store._settle(series)
-    store._log.rotate()
-    store.flush_catalog()
+from tests.kit.store.shared_chunks import RNG, SHARED, lose_what_names_records, put_shared, sealed_shard
+from tests.kit.store.writing import Writer
 
 
 def lose_commit(run: Path, number: int) -> None:
@@ -154,24 +132,10 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     assert_named_rightly(writer.run, writer, [*range(5), 7])
 
 
-def lose_catalog(run: Path) -> None:
-    for path in (run / ".capd" / "node=n0").glob(f"{CATALOG_NAME}*"):
-        path.unlink()
-
-
-def lose_what_names_records(run: Path) -> None:
-    """The catalog, and the published columns of the series."""
-    lose_catalog(run)
-    [document] = run.glob("*/rank0/layer0/pre/tensor.forward.shared/zarr.json")
-    document.write_bytes(b"")
-
-
-def sealed_shard(run: Path) -> Path:
-    [path] = run.glob("*/rank0/layer0/pre/tensor.forward.shared/data/c/0/0/0")
-    return path
-
-
-def test_a_record_that_nothing_names_keeps_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", ["sound", "damaged"])
+def test_a_record_that_nothing_names_keeps_its_number_unless_an_open_shard_names_it(
+    tmp_path: Path, copy: str
+) -> None:
     writer = Writer(tmp_path / "a")
     put_shared(writer, *range(3))
     put_shared(writer, 3)

@@ -23,14 +23,14 @@ from capd.store.scan.described import described
 from capd.store.verify.run import verify_run
 from tests.kit.store.damaging import flip, frames, image, inside, quarantined, spool, without
 from tests.kit.store.repairing import is_whole, lost, repaired, state
-from tests.kit.store.writing import Writer, key
-from tests.unit.store.recover.test_shared_chunks import (
+from tests.kit.store.shared_chunks import (
     SHARED,
     lose_catalog,
     lose_what_names_records,
     put_shared,
     sealed_shard,
 )
+from tests.kit.store.writing import Writer, key
 
 RNG = np.random.default_rng(17)
 OPTIONS = {"shard_nbytes": 1 << 20}  # ten records in a shard
