@@ -80,13 +80,12 @@ class Arena:
 
     Args:
         nbytes: The bytes for counter page and slots, rounded up to whole pages. The journal is added to them.
-        patience_s: The longest time that the making of pages waits for `near`.
 
     Raises:
         ArenaError: The kernel refuses the memfd, its size, the mapping or the seals.
     """
 
-    def __init__(self, nbytes: int, *, patience_s: float = 0.0) -> None:
+    def __init__(self, nbytes: int) -> None:
         slots_nbytes = max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES - PAGE_NBYTES)
         self.layout = layout_for(slots_nbytes)
         self.start = self.layout.end
@@ -94,9 +93,6 @@ class Arena:
         self._libc = _libc()
         self._closing = threading.Event()
         self._cpus: frozenset[int] = frozenset()
-        # Set by `near`, or by `close`, when there is nothing to wait for any more.
-        self._placed = threading.Event()
-        self._patient_until = time.monotonic() + patience_s
         self._prefault: threading.Thread | None = None
         self.target = self.populated = self.start
         self.grown = threading.Condition()
@@ -132,7 +128,6 @@ class Arena:
     def near(self, cpus: frozenset[int]) -> None:
         """Make pages on these CPUs from now on, so that they are in the memory next to them. Empty: on any CPU."""
         self._cpus = cpus
-        self._placed.set()
 
     def grow(self, nbytes: int) -> None:
         """Make the pages of the first `nbytes` of slots in a background thread, from low to high addresses.
@@ -163,7 +158,6 @@ class Arena:
         An mmap of another thread waits for at most one piece, and training keeps most of the core. The thread is not
         niced. If it lost its CPU with the GIL or the memory map's lock held, it would stall training.
         """
-        self._placed.wait(max(0.0, self._patient_until - time.monotonic()))
         allowed, cpus = os.sched_getaffinity(0), frozenset[int]()
         while self.populated < self.target and not self._closing.is_set():
             started = time.monotonic()
@@ -245,7 +239,6 @@ class Arena:
             unmap: False if something may still write to the memory, which then stays mapped.
         """
         self._closing.set()
-        self._placed.set()
         if self._prefault is not None and self._prefault is not threading.current_thread():
             self._prefault.join()
         if self.fd >= 0:

@@ -73,27 +73,17 @@ def prepare(
     if not wanted or not installed():
         return
     try:
-        _prepare(device, wanted, cancelled, may_load, stream)
+        if not _may_be_loaded(device, wanted, cancelled, may_load):
+            return
+        with _trial_stream(device, stream):
+            for dtype in wanted:
+                if not _may_be_loaded(device, [dtype], cancelled, may_load) or not _load(device):
+                    return
+                table = _table(dtype, device)
+                compare(dtype, table, _launch)
+                _tables[device, dtype] = table
     except Exception as error:
         _give_up(device, error)
-
-
-def _prepare(
-    device: torch.device,
-    wanted: Sequence[torch.dtype],
-    cancelled: Callable[[], bool],
-    may_load: Callable[[], bool],
-    stream: Optional[torch.cuda.Stream],
-) -> None:
-    if not _may_be_loaded(device, wanted, cancelled, may_load):
-        return
-    with _trial_stream(device, stream):
-        for dtype in wanted:
-            if not _may_be_loaded(device, [dtype], cancelled, may_load) or not _load(device):
-                return
-            table = _table(dtype, device)
-            compare(dtype, table, _launch)
-            _tables[device, dtype] = table
 
 
 def _may_be_loaded(

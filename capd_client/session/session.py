@@ -20,7 +20,6 @@ import torch
 from capd_client.arena.allocator import SlotAllocator
 from capd_client.arena.arena import Arena
 from capd_client.config.settings import ClientConfig
-from capd_client.device.cuda.locality import patience_s
 from capd_client.device.devices import Devices
 from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.counters import Counters
@@ -76,7 +75,7 @@ class Session(Border):
         self.client = uuid.UUID(bytes=os.urandom(16))
         self._endpoint = config.endpoint
         nbytes = arena_nbytes(config.arena_bytes, info.local_world_size, notices)
-        self.arena = Arena(nbytes, patience_s=patience_s())
+        self.arena = Arena(nbytes)
         self.counters = Counters()
         self.counters.attach(self.arena.words)
         wakeup, policy = Wakeup(EASY_TICK_S), policy_of(config)

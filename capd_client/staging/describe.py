@@ -90,15 +90,8 @@ def describe(
     # Inner tensors are neither cast nor cut.
     for name, part in inner:
         key = key_of_part(offer.key, offer.tensor, name, part)
-        own = Offer(
-            part,
-            key,
-            offer.moment,
-            None,
-            context,
-            offer.metadata,
-            immutable=offer.immutable,
-            store=offer.store,
+        own = msgspec.structs.replace(
+            offer, tensor=part, key=key, cast_to=None, attributes=context, take=None
         )
         found += describe(own, define, makers)
     return found

@@ -133,7 +133,7 @@ class Clock:
     def _give_up_iteration(self) -> None:
         """Close the gates in an iteration that seems to have no end. Otherwise its captures would fill the disk."""
         _notices.warn("unstepped", "%s", _UNSTEPPED_TEXT)
-        self.context.seems_endless(_UNSTEPPED_TEXT)
+        self.context.on_endless(_UNSTEPPED_TEXT)
         for gate in self._gates:
             gate.end_iteration()
 

@@ -110,7 +110,7 @@ class Context:
         self._follows = self._info.source == "torch.distributed"
         self._on_rank_change = on_rank_change
         self._on_iteration = on_iteration
-        self._on_endless = on_endless
+        self.on_endless = on_endless
         self._owned: dict[type, Any] = {}
         self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
         # The newest entry of `_ordinals`: its moment, and its counters.
@@ -276,10 +276,6 @@ class Context:
         self._first = False
         # An evaluation may have ended without notice.
         self.evaluating = False
-
-    def seems_endless(self, reason: str) -> None:
-        """Report that the current iteration seems to have no end."""
-        self._on_endless(reason)
 
     def reach(self, iteration: int) -> None:
         """Note the iteration that a capture names. If all captures of a job do so, iterations begin this way."""

@@ -26,9 +26,8 @@ from capd_client.steps.clock import clock_of
 from capd_client.steps.shared_rules import shared_rules_of
 from capd_client.steps.steering import Watches
 from capd_client.watching import graphed_callables
-from capd_client.watching.find import find_products, left_out
+from capd_client.watching.find import find_products, left_out, may_be_a_stage
 from capd_client.watching.late_watch import LateWatch
-from capd_client.watching.stages import may_be_a_stage
 from capd_client.watching.watched import Watched, is_tapped, target_of
 
 __all__ = ["WatchHandle", "attach", "attached"]

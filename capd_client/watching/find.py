@@ -1,9 +1,11 @@
-"""The products of one model or several, and the place of each."""
+"""The products of one model or several, the place of each, and whether other ranks may have more of them."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Optional
 
 from torch import nn
 
@@ -11,9 +13,11 @@ from capd_client.hooks.module_names import Place, place_modules
 from capd_client.hooks.sites import Site
 from capd_client.integrations import find_sites, multiplies
 
-__all__ = ["find_products", "left_out"]
+__all__ = ["find_products", "left_out", "may_be_a_stage"]
 
 Products = list[tuple[Site, Place]]
+
+_PIPELINES = ("torch.distributed.pipelining", "megatron.core.pipeline_parallel", "deepspeed.runtime.pipe")
 
 
 def find_products(models: Sequence[nn.Module], prefix: str) -> Products:
@@ -47,3 +51,14 @@ def left_out(model: nn.Module, products: Products) -> list[str]:
         name: type(m).__name__ for name, m in model.named_modules() if multiplies(m) and id(m) not in known
     }
     return [f"{place.module} ({found[name]})" for name, place in place_modules(model, list(found)).items()]
+
+
+def may_be_a_stage(layers: Iterable[Optional[int]], world_size: int) -> bool:
+    """Return whether a model may be one stage of a pipeline. The imports of the job count, too.
+
+    Args:
+        layers: The numbers of the model's layers; None for a module outside of a layer list.
+        world_size: The number of ranks.
+    """
+    first = min((layer for layer in layers if layer is not None), default=0)
+    return world_size > 1 and (first > 0 or not sys.modules.keys().isdisjoint(_PIPELINES))

@@ -7,7 +7,6 @@ import socket
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from torch import Tensor, nn
@@ -50,12 +49,7 @@ class Plan:
     def __enter__(self) -> Plan:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -166,33 +165,6 @@ def test_a_device_that_is_known_late_gets_the_pages_that_are_made_from_then_on()
         assert [cpus for _, cpus in made[:2]] == [frozenset(allowed), frozenset({min(allowed)})]
     finally:
         arena.close()
-
-
-def test_pages_wait_for_the_device_but_not_for_long() -> None:
-    arena = Arena(4 << 20, patience_s=60)
-    arena.grow(arena.nbytes)
-    assert not arena.prefaulted(0.1)
-    assert arena.populated == arena.start
-    arena.near(frozenset())
-    assert arena.prefaulted(30)
-    assert arena.populated == arena.nbytes
-    arena.close()
-
-    arena = Arena(4 << 20, patience_s=0.2)
-    arena.grow(arena.nbytes)
-    assert not arena.prefaulted(0.01)
-    assert arena.prefaulted(30)
-    assert arena.populated == arena.nbytes
-    arena.close()
-
-
-def test_an_arena_that_is_closed_waits_for_no_device() -> None:
-    arena = Arena(4 << 20, patience_s=60)
-    arena.grow(arena.nbytes)
-    started = time.monotonic()
-    arena.close()
-    assert time.monotonic() - started < 10
-    assert arena.populated == arena.start
 
 
 def test_fresh_memory_comes_at_the_same_address_with_the_head_and_without_pages() -> None:
