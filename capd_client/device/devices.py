@@ -40,7 +40,6 @@ class Devices:
         arena: Arena,
         notices: Notices,
         config: ClientConfig,
-        add: Callable[[DeviceStager], None],
     ) -> None:
         """Set up no device yet.
 
@@ -49,19 +48,19 @@ class Devices:
             arena: The session's arena.
             notices: The log of the session's warnings.
             config: The settings.
-            add: Called with each new stager; the client thread serves it.
         """
         self._queue = queue
         self._arena = arena
         self._notices = notices
         self._config = config
-        self._add = add
         self._pace = Pace(config.max_d2h_gbps)
         self._pinning = Pinning(arena, notices)
         # Re-entrant, because a signal handler of the job may capture.
         self._lock = threading.RLock()
         self._making = False
-        self._stagers: dict[torch.device, Union[DeviceStager, DropReason]] = {}
+        # The client thread serves them.
+        self.stagers: list[DeviceStager] = []
+        self._by_device: dict[torch.device, Union[DeviceStager, DropReason]] = {}
         self._closing = threading.Event()
         # The number of steps that have begun.
         self._steps = 0
@@ -74,11 +73,11 @@ class Devices:
 
     def stager(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         """Return the stager of a device, or the reason why there is none."""
-        found = self._stagers.get(device)
+        found = self._by_device.get(device)
         if found is not None:
             return found
         with self._lock:
-            if device not in self._stagers:
+            if device not in self._by_device:
                 if is_capturing(device):
                     # Creating a stager now would break the capture of the graph.
                     return DropReason.STREAM_CAPTURE
@@ -87,14 +86,14 @@ class Devices:
                     return DropReason.INTERNAL
                 self._making = True
                 try:
-                    self._stagers[device] = self._make(device)
+                    self._by_device[device] = self._make(device)
                 finally:
                     self._making = False
-            return self._stagers[device]
+            return self._by_device[device]
 
     def inside(self) -> bool:
         """Return whether this thread is inside a ring already. If so, a signal handler interrupted it there."""
-        return any(stager.inside() for stager in self._all())
+        return any(stager.inside() for stager in self.stagers)
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Set up these CUDA devices now, so that no training step allocates a ring."""
@@ -113,7 +112,7 @@ class Devices:
     def unlocked(self) -> Iterator[bool]:
         """Undo the page lock as `Pinning.lifted` does. No copy is issued in the meantime."""
         with contextlib.ExitStack() as stack:
-            stagers = self._all()
+            stagers = list(self.stagers)
             for stager in stagers:
                 stack.enter_context(stager.transfers.pause())
             if any(stager.pending for stager in stagers):
@@ -132,14 +131,11 @@ class Devices:
     def stop(self) -> None:
         """Wake every thread that waits for room, and end the compilation of kernels."""
         self._closing.set()
-        for stager in self._all():
+        for stager in self.stagers:
             stager.stop()
         deadline = time.monotonic() + _JOIN_S
         for thread in self._compiling:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _all(self) -> list[DeviceStager]:
-        return [stager for stager in list(self._stagers.values()) if isinstance(stager, DeviceStager)]
 
     def _make(self, device: torch.device) -> Union[DeviceStager, DropReason]:
         config = self._config
@@ -173,7 +169,7 @@ class Devices:
             return DropReason.INTERNAL
         self._arena.near(local_cpus(device))
         self._pinning.start(device)
-        self._add(stager)
+        self.stagers.append(stager)
         return stager
 
     def _failed(self, error: Exception) -> None:

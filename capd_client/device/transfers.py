@@ -101,10 +101,6 @@ class Transfers:
         self.failed = False
 
     @property
-    def _piece(self) -> int:
-        return self._piece_nbytes or pieces.PIECE_NBYTES
-
-    @property
     def _most(self) -> int:
         """The bytes that may be under way. At least two pieces, because the link would be idle between two copies."""
         return max(AHEAD_NBYTES, 2 * (self._piece_nbytes or 0))
@@ -288,7 +284,8 @@ class Transfers:
             if len(self._under_way) - self._landed >= _AHEAD_PIECES:
                 break
             count -= 1
-            piece = cut(self._due, self._issued, self._device.part_end, self._piece)
+            piece_nbytes = self._piece_nbytes or pieces.PIECE_NBYTES
+            piece = cut(self._due, self._issued, self._device.part_end, piece_nbytes)
             if not self._may_start(piece, pumping):
                 break
             ends, nbytes = len(piece.ends), piece.nbytes

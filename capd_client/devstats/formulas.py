@@ -99,10 +99,6 @@ def _counted(bins: torch.Tensor) -> torch.Tensor:
     """
     if torch.are_deterministic_algorithms_enabled():
         return _sorted_counts(bins)
-    return _scattered_counts(bins)
-
-
-def _scattered_counts(bins: torch.Tensor) -> torch.Tensor:
     n, device = bins.numel(), bins.device
     lanes = torch.arange(n, device=device).bitwise_and_(_LANES - 1).mul_(EXPONENT_BINS).add_(bins)
     counts = torch.zeros(_LANES * EXPONENT_BINS, dtype=torch.int32, device=device)

@@ -5,6 +5,8 @@ CUDA loads a kernel at its first launch, and that launch waits until the GPU's q
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import torch
 
 from capd_client.devstats.formulas import fill_from_values
@@ -14,6 +16,7 @@ from capd_client.tensors.inspect import DTYPES
 __all__ = ["warm"]
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+_OTHERS = (torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 # Rows and columns. A copy of a matrix by columns, and one that starts at an odd offset, have their own kernels.
 _ROWS, _COLUMNS = 16, 64
 
@@ -26,20 +29,10 @@ def warm(device: torch.device, *, rows: bool = False) -> None:
         rows: Whether the device will compute statistics; then the operations of `formulas` run as well.
     """
     with torch.inference_mode(False), torch.no_grad():
-        for dtype in (
-            *_FLOATS,
-            torch.float64,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.uint8,
-            torch.bool,
-        ):
+        for dtype in (*_FLOATS, *_OTHERS):
             _copy(dtype, dtype, device)
-        for source in _FLOATS:
-            for target in _FLOATS:
-                if source is not target:
-                    _copy(source, target, device)
+        for source, target in permutations(_FLOATS, 2):
+            _copy(source, target, device)
         if rows:
             _compute(device)
 

@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
@@ -95,13 +94,11 @@ def settle(endpoint: str, run_id: str, timeout_s: float) -> None:
         return
     with contextlib.suppress(*_NO_ANSWER), _connected(endpoint) as tool:
         reply = _ask(tool, Stats(run_id), _REPLY_S)
-        if isinstance(reply, StatsReply) and not _anyone(reply.stats):
+        runs = reply.stats.get("runs", ()) if isinstance(reply, StatsReply) else None
+        if runs is None:
+            return
+        if not any(one.get("state") == "live" for run in runs for one in run.get("sessions", ())):
             _ask(tool, Control("seal", run_id), timeout_s)
-
-
-def _anyone(stats: dict[str, Any]) -> bool:
-    sessions = [session for run in stats.get("runs", ()) for session in run.get("sessions", ())]
-    return any(session.get("state") == "live" for session in sessions)
 
 
 def _start(store: str, path: str, deadline: float) -> str:

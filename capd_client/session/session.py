@@ -21,7 +21,6 @@ from capd_client.arena.allocator import SlotAllocator
 from capd_client.arena.arena import Arena
 from capd_client.config.settings import ClientConfig
 from capd_client.device.devices import Devices
-from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.counters import Counters
 from capd_client.inflight.policies import policy_of
 from capd_client.inflight.queue import Queue
@@ -85,8 +84,7 @@ class Session(Border):
         self.queue.journal.attach(self.arena.buffer, self.arena.layout)
         self._closed = threading.Event()
         self.steering = Steering(self.queue.take_offers, notices)
-        self.stagers: list[DeviceStager] = []
-        self.devices = Devices(self.queue, self.arena, notices, config, self.stagers.append)
+        self.devices = Devices(self.queue, self.arena, notices, config)
         self.transport = Transport(
             self._connect,
             self.queue,
@@ -94,7 +92,7 @@ class Session(Border):
             self.steering,
             wakeup,
             renew,
-            stagers=self.stagers,
+            stagers=self.devices.stagers,
             growth=Growth(self.arena, self.queue, self.devices, self._endpoint, self._hello),
             ping_s=config.ping_s,
             name=f"capd-client-{info.rank}",
@@ -185,14 +183,10 @@ class Session(Border):
             transport.leave()
             self._wait_for_bye(deadline)
         lost = self.queue.close(DropReason.NOT_CONNECTED)
-        if lost and transport.welcome is None:
-            self.notices.warn("closed", "%d captures were still unacknowledged at exit and are lost", lost)
-        elif lost:
-            self.notices.warn(
-                "closed",
-                "%d captures were still unacknowledged at exit; a running daemon takes them from the arena",
-                lost,
-            )
+        if lost:
+            known = transport.welcome is not None
+            fate = "; a running daemon takes them from the arena" if known else " and are lost"
+            self.notices.warn("closed", "%d captures were still unacknowledged at exit%s", lost, fate)
         stopped = transport.stop(_STOP_TIMEOUT_S)
         self._free(stopped)
         return lost == 0

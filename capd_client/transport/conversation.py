@@ -165,25 +165,19 @@ class Conversation:
     def hear(self) -> Optional[Verdict]:
         """Take the answers that have arrived. Return the first that changes the session's state."""
         verdict: Optional[Verdict] = None
-        # The ranges of ACKs in a row are settled together.
-        acked: list[tuple[int, int]] = []
         messages = self.link.receive()
         if messages:
             self._last_heard = self._clock()
             self._unanswered = 0
-        for message in messages:
-            if isinstance(message, Ack):
-                acked += message.ranges
-                continue
-            if acked:
-                self._queue.acknowledged(acked)
-                acked = []
-            if isinstance(message, (Welcome, Reject, ByeOk)):
-                verdict = verdict or message
-            else:
-                self._take(message)
+        # All ACKs are settled together. No other message is about a capture of an ACK.
+        acked = [each for message in messages if isinstance(message, Ack) for each in message.ranges]
         if acked:
             self._queue.acknowledged(acked)
+        for message in messages:
+            if isinstance(message, (Welcome, Reject, ByeOk)):
+                verdict = verdict or message
+            elif not isinstance(message, Ack):
+                self._take(message)
         return verdict
 
     def _take(self, message: DaemonMessage) -> None:

@@ -106,7 +106,7 @@ def rig(make_session: Callable[..., Session]) -> Iterator[Callable[..., Rig]]:
         stagers.append(stager)
         if not by_hand:
             stager.start()
-            session.stagers.append(stager)
+            session.devices.stagers.append(stager)
         way = AlwaysDevice(session.queue, session.arena, session.notices, lambda _: stager, payload=payload)
         config = session.config if payload else replace(session.config, mode="stats")
         border = Border(config, session.context, session.notices, session.queue, way, session.queue.policy)

@@ -224,7 +224,7 @@ def test_who_waits_for_room_is_released_when_the_device_fails(peer: Peer, rig: M
 
 def test_who_waits_for_room_is_released_when_the_session_closes(peer: Peer, rig: MakeRig) -> None:
     r = rig(FakeDevice(nbytes=4096), by_hand=True, policy="block", max_block_ms=60_000.0)
-    r.session.devices._stagers[torch.device("cuda")] = r.stager
+    r.session.devices.stagers.append(r.stager)
     thread = blocked(r)
     r.session.close(0.0)
     thread.join(10)

@@ -132,7 +132,6 @@ def values_of(peer: Peer, name: str) -> list[float]:
 def offering(rig: Callable[..., Rig], on_device: bool) -> tuple[Session, Callable[[], None]]:
     """A session, and a call that captures a small tensor, on a device that copies at once or on the host."""
     r = rig(FakeDevice(nbytes=1 << 19, pinned=False))
-    r.session.devices._stagers[torch.device("cuda")] = r.stager
     moment = r.session.context.moment()
     if on_device:
         r.session._stager = r.way
@@ -253,7 +252,6 @@ def raise_everywhere(
     release: Callable[[], object] = lambda: None,
 ) -> None:
     """Raise from a handler at each place of a capture: the error reaches the job, the accounts are right again."""
-    r.session.devices._stagers[torch.device("cuda")] = r.stager
     session, moment = r.session, r.session.context.moment()
     if on_device:
         session._stager = r.way
