@@ -9,11 +9,13 @@ shape. Both have checksums. The catalog has none, so readers trust index and COM
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +24,10 @@ from capd.store.format.frames import (
     Commit,
     FileHeader,
     FrameKind,
+    RecordHead,
     SeriesHeader,
     decode_payload,
+    payload_is_sound,
     read_frame,
 )
 from capd.store.format.sharding_index import EMPTY, index_entries
@@ -42,6 +46,17 @@ class Committed(NamedTuple):
 
     capture: tuple[bytes, int, tuple[int, ...]]
     slots: frozenset[int]
+
+
+class _CommitHeads(msgspec.Struct, array_like=True):
+    """A Commit whose rows are decoded only in part: a reader of one small record pays for all rows of its batch."""
+
+    first: int
+    rows: list[RecordHead]
+    chunks: list[tuple[int, int, int]]
+
+
+_decode_heads = msgspec.msgpack.Decoder(_CommitHeads).decode
 
 
 class ShardFile:
@@ -124,9 +139,10 @@ class ShardFile:
             offset, nbytes = max(places)
             follower = read_frame(self.fd, offset + nbytes, self.nbytes)
             if follower is not None and follower.kind is FrameKind.COMMIT:
-                commit = decode_payload(self.fd, follower)
-                if commit is not None:
-                    self._note(commit)
+                payload = os.pread(self.fd, follower.nbytes, follower.offset)
+                with contextlib.suppress(msgspec.DecodeError):
+                    if payload_is_sound(follower, payload):
+                        self._note(_decode_heads(payload))
                 found = self._committed.get(number)
         # The exceptions: a chunk shared with an earlier record, a batch that grew, a record without elements.
         if found is None:
@@ -142,7 +158,7 @@ class ShardFile:
             self._journal = {} if scanned is None else scanned.index
         return self._journal
 
-    def _note(self, commit: Commit) -> None:
+    def _note(self, commit: Commit | _CommitHeads) -> None:
         slots = frozenset(slot for slot, _, _ in commit.chunks)
         for number, row in enumerate(commit.rows, commit.first):
             self._committed[number] = Committed(row.capture, slots)
