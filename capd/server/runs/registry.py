@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from capd.errors import ArenaError, ConfigError, StoreError
@@ -27,7 +27,7 @@ from capd.server.rank.rank import RankSession
 from capd.server.rank.session import Session
 from capd.server.runs.names import RunNames
 from capd.server.runs.root_lock import RootLock
-from capd.server.runs.run import Forgotten, Run
+from capd.server.runs.run import Run
 from capd.server.runs.snapshot import run_stats
 from capd.server.runs.upkeep import Upkeep, log_end
 from capd.store.catalog.opening import connect_read_only
@@ -61,7 +61,10 @@ class Registry:
         self._upkeep = Upkeep(pipeline, self._lock, idle_seal_s)
         self._runs: dict[str, Run] = {}
         self._closing = False
-        self._forgotten = Forgotten()
+        # The bytes that this daemon added to runs that it forgot. They count against the disk budget.
+        self._forgotten_nbytes = 0
+        # Forgotten runs whose stores are being closed.
+        self._closings: dict[str, Future[None]] = {}
 
     # From connections
 
@@ -145,7 +148,8 @@ class Registry:
         if not self._root.is_dir():
             raise StoreError(f"the store {self._root} is gone; restart `capd serve`")
         # Otherwise the run could be closed just after it was found open.
-        self._forgotten.wait(run.run_id)
+        if (closing := self._closings.get(run.run_id)) is not None:
+            wait([closing])
         self._pipeline.open_run(run.run_id)
         if run.opened:
             return
@@ -238,7 +242,7 @@ class Registry:
             for run in self._runs.values():
                 if run.opened:
                     self._measure(run)
-            return self._forgotten.added_nbytes + sum(run.added_nbytes for run in self._runs.values())
+            return self._forgotten_nbytes + sum(run.added_nbytes for run in self._runs.values())
 
     def _measure(self, run: Run) -> None:
         run.totals = self._pipeline.run_stats(run.run_id)
@@ -307,5 +311,10 @@ class Registry:
                 # Its seal may have ended after the last tick.
                 self._measure(run)
                 del self._runs[run.run_id]
-                self._forgotten.add(run, self._pipeline.close_run(run.run_id))
-            self._forgotten.tend()
+                self._forgotten_nbytes += run.added_nbytes
+                self._closings[run.run_id] = self._pipeline.close_run(run.run_id)
+            for run_id, closing in list(self._closings.items()):
+                if closing.done():
+                    del self._closings[run_id]
+                    if (error := closing.exception()) is not None:
+                        logger.error("run %s could not be closed: %s", run_id, error)

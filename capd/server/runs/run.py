@@ -1,14 +1,10 @@
-"""The registry's state of one run: its ranks, its totals, and the progress of its sealing.
-
-Only the bytes of a forgotten run remain, which count against the disk budget.
-"""
+"""The registry's state of one run: its ranks, its totals, and the progress of its sealing."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +14,7 @@ from capd.server.rank.steering import RunSteering
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held
 
-__all__ = ["Forgotten", "Run"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Run"]
 
 RATE_WINDOW_S = 5.0
 
@@ -88,32 +82,3 @@ class Run:
             return 0.0
         (start, first), (end, last) = self.rates[0], self.rates[-1]
         return max(0, last - first) / (end - start) / 2**20
-
-
-class Forgotten:
-    """The runs that the registry forgot. `add` and `tend` are called under its lock, `wait` is not."""
-
-    def __init__(self) -> None:
-        # The bytes that this daemon had added to them.
-        self.added_nbytes = 0
-        self._closings: dict[str, Future[None]] = {}
-
-    def add(self, run: Run, closing: Future[None]) -> None:
-        """Count a run. `closing` is done when its store is closed."""
-        self.added_nbytes += run.added_nbytes
-        self._closings[run.run_id] = closing
-
-    def wait(self, run_id: str) -> None:
-        """Return when the run can be opened again."""
-        closing = self._closings.get(run_id)
-        if closing is not None:
-            wait([closing])
-
-    def tend(self) -> None:
-        """Remove closed runs, and log runs that could not be closed."""
-        for run_id, closing in list(self._closings.items()):
-            if closing.done():
-                del self._closings[run_id]
-                error = closing.exception()
-                if error is not None:
-                    logger.error("run %s could not be closed: %s", run_id, error)
