@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Optional
 
 from capd_client.config import values
-from capd_client.config.file import read_settings_file
+from capd_client.config.file import FileSettings, read_settings_file
 from capd_client.errors import ConfigError
 from capd_client.protocol.key import MAX_INDEX
 from capd_client.rules.schema import RuleSettings
@@ -44,7 +44,7 @@ class _Setting(NamedTuple):
     """The sources of a field: environment variables in order of precedence, the key in the file, the converter."""
 
     variables: tuple[str, ...]
-    # The dotted path in capd.toml; "" is the field's own name.
+    # The dotted path in capd.toml, "" without one. A field that the file has under its own name leaves it out.
     key: str
     convert: Callable[[Any], Any]
 
@@ -184,7 +184,7 @@ def parse_endpoint(text: str) -> str:
 
 
 _SETTINGS: dict[str, _Setting] = {
-    one.name: setting._replace(key=setting.key or one.name)
+    one.name: setting._replace(key=one.name) if one.name in FileSettings.__struct_fields__ else setting
     for one in fields(ClientConfig)
     if (setting := one.metadata.get("setting")) is not None
 }
