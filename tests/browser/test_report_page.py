@@ -26,6 +26,7 @@ from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Moment
 from tests.browser.conftest import Opened
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
+from tests.kit.tiers import rows
 
 Open = Callable[..., Opened]
 Values = dict[tuple[Any, ...], np.ndarray]
@@ -113,7 +114,8 @@ def test_names_of_the_store_are_text_and_nothing_else(opened: Open, page: Path) 
     assert sorted(names) == sorted(TENSORS)
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 400])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
 def test_names_of_300_characters_wrap_instead_of_scrolling_the_page(
     opened: Open, tmp_path: Path, width: int
 ) -> None:
@@ -130,7 +132,7 @@ def test_names_of_300_characters_wrap_instead_of_scrolling_the_page(
         assert shown.page.evaluate("document.documentElement.scrollWidth") == width, place
 
 
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", rows([False, True], [True]))
 def test_every_page_of_a_report_of_nothing_says_so(opened: Open, tmp_path: Path, quick: bool) -> None:
     out = tmp_path / "empty.html"
     plain = document(["run.zarr"], GatheredRecords(), quick=quick)
@@ -142,6 +144,7 @@ def test_every_page_of_a_report_of_nothing_says_so(opened: Open, tmp_path: Path,
         assert shown.page.locator("main .uplot").count() == 0, place
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_light_and_the_choices_stay(opened: Open, page: Path) -> None:
     shown = opened(page, theme="dark")
     shown.go("iterations")
@@ -167,6 +170,7 @@ def test_what_is_printed_is_light_and_the_choices_stay(opened: Open, page: Path)
     assert shown.page.get_by_label("statistic", exact=True).first.input_value() == "mean"
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_that_can_be_pressed(opened: Open, page: Path) -> None:
     shown = opened(page, width=400)
     for place in (*PAGES, "tensor/0"):
@@ -183,6 +187,7 @@ def test_the_keyboard_reaches_everything_that_can_be_pressed(opened: Open, page:
         assert shown.page.evaluate(missed, FOCUSABLE) == [], place
 
 
+@pytest.mark.slow
 def test_enter_on_a_page_of_the_menu_goes_there_and_takes_the_focus_along(opened: Open, page: Path) -> None:
     shown = opened(page)
     shown.page.get_by_role("link", name="HiFP8").focus()
@@ -192,6 +197,7 @@ def test_enter_on_a_page_of_the_menu_goes_there_and_takes_the_focus_along(opened
     assert shown.page.locator("nav [aria-current]").inner_text() == "HiFP8"
 
 
+@pytest.mark.slow
 def test_the_theme_follows_the_system_until_it_is_chosen(opened: Open, page: Path) -> None:
     shown = opened(page, theme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -315,6 +321,7 @@ def test_a_legend_entry_hides_its_line_and_the_numbers_stand_behind_the_figure(
     assert total == sum(data["distributions"][0]["exponents"][1:])
 
 
+@pytest.mark.slow
 def test_a_quick_report_says_what_needs_the_elements(opened: Open, quick_page: Path) -> None:
     shown = opened(quick_page, width=400)
     for place in ("errors", "layers", "outliers", "hifp8", "overflow", "tensor/0"):

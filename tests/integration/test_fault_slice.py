@@ -37,7 +37,7 @@ from tests.kit.store.writing import Writer, key
 RECORDS = 48
 FLIPS = 12
 ENDS = 8
-CHAOS_S = 8.0
+CHAOS_S = 15.0
 
 
 @pytest.fixture
@@ -165,6 +165,7 @@ def test_a_kill_at_a_step_of_the_protocol_loses_nothing(name: str, site: Site) -
     site.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_and_daemon_under_random_faults_keep_every_promise(site: Site, tmp_path: Path) -> None:
     chaos = Chaos(site, tmp_path, "slice")

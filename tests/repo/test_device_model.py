@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.paths import REPOSITORY
 
 MODEL = REPOSITORY / "benchmarks/model/device_model.py"
@@ -36,6 +38,7 @@ def one(change: str) -> tuple[float, float]:
     return link_busy, host_us
 
 
+@pytest.mark.slow
 def test_its_goals_are_kept_where_the_host_is_not_the_limit(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -58,6 +61,7 @@ def test_its_goals_are_kept_where_the_host_is_not_the_limit(tmp_path: Path) -> N
     assert checks["link busy, late pump"]
 
 
+@pytest.mark.slow
 def test_a_worse_path_leaves_the_link_idle() -> None:
     """Where training threads issue nothing, and where less may be under way then."""
     by_the_pump, _ = one("RAW = False")

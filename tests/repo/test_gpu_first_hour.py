@@ -76,6 +76,7 @@ def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     assert "## Copies over a border of page locks" in page
 
 
+@pytest.mark.slow
 def test_results_of_another_machine_do_not_count(tmp_path: Path) -> None:
     keep(tmp_path, "fact-machine", [], machine="another GPU, torch 1")
     done = run("--quick", "--state", tmp_path, "--only", "fact-machine")
@@ -84,6 +85,7 @@ def test_results_of_another_machine_do_not_count(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fact-machine.json").read_text())["machine"] == MACHINE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "checks", "reason"),
     [
@@ -114,6 +116,7 @@ def test_a_result_that_makes_others_worthless_stops_it(
     assert (tmp_path / "fact-border.json").exists()
 
 
+@pytest.mark.slow
 def test_an_arena_that_was_not_locked_stops_it(tmp_path: Path) -> None:
     keep(tmp_path, "numbers-calls", [], problem="the arena was not page-locked: its notice above says why")
     done = run("--quick", "--state", tmp_path, "--only", "numbers-calls", "numbers-memory")
@@ -121,6 +124,7 @@ def test_an_arena_that_was_not_locked_stops_it(tmp_path: Path) -> None:
     assert "| numbers-calls | | | | | FAILED: the arena was not" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
     keep(tmp_path, "fact-machine", [], problem="Traceback\nOSError: no such thing")
     done = run("--quick", "--state", tmp_path, "--only", "fact-machine", "fact-border")

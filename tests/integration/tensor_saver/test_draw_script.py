@@ -81,6 +81,7 @@ def test_options_say_where_tensors_are_and_where_figures_go(place: Path) -> None
     assert set(drawn(place, "figures")) == {"bf16"}
 
 
+@pytest.mark.slow
 def test_tensor_savers_files_are_drawn_where_they_lie(place: Path) -> None:
     arguments = ("collect", "bf16", "--tensor-dir", "./run", "--data-path", "text")
     assert draw(place, *arguments).returncode == 0

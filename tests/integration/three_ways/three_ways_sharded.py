@@ -140,10 +140,10 @@ _FSDP = ("torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.che
 _TENSOR = ("torch.distributed.tensor.parallel",)
 
 ROWS: dict[str, Row] = {
-    "ddp": Row(ddp, ranks=2, default=True),
+    "ddp": Row(ddp, ranks=2),
     "ddp_compiled": Row(ddp_compiled, ranks=2),
     "fsdp1": Row(fsdp1, ranks=2, imports=_FSDP),
-    "fsdp2": Row(fsdp2, ranks=2, imports=_FSDP, default=True),
+    "fsdp2": Row(fsdp2, ranks=2, imports=_FSDP),
     "fsdp2_bf16": Row(fsdp2_bf16, ranks=2, imports=_FSDP),
     "fsdp2_checkpointed": Row(fsdp2_checkpointed, ranks=2, imports=_FSDP),
     "fsdp2_compiled": Row(fsdp2_compiled, ranks=2, imports=_FSDP),

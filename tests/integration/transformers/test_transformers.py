@@ -57,12 +57,9 @@ NAMED = ("sdpa", "tied", "whisper", "trainer-bf16", "mixtral-grouped_mm")
 QUICK = (
     *NAMED,
     "eager",
-    "generating",
     "lora",
     "trainer",
-    "trainer-compiled",
     "mixtral-eager",
-    "mixtral-batched_mm",
 )
 every_scenario = pytest.mark.parametrize("name", rows(SCENARIOS, QUICK))
 

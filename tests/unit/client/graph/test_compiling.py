@@ -150,6 +150,7 @@ def test_inside_vmap_nothing_is_captured_and_that_is_said(
     assert "nothing is captured inside vmap" in caplog.text
 
 
+@pytest.mark.slow
 def test_compiled_autograd_calls_the_hooks_of_an_uncompiled_forward(sink: MemorySink) -> None:
     model = MLP()
     expected, results = reference(sink, model)

@@ -132,10 +132,7 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     assert_named_rightly(writer.run, writer, [*range(5), 7])
 
 
-@pytest.mark.parametrize("copy", ["sound", "damaged"])
-def test_a_record_that_nothing_names_keeps_its_number_unless_an_open_shard_names_it(
-    tmp_path: Path, copy: str
-) -> None:
+def test_a_record_that_nothing_names_keeps_its_number(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "a")
     put_shared(writer, *range(3))
     put_shared(writer, 3)
