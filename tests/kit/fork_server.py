@@ -115,6 +115,7 @@ class Server:
             return None
         pid = _fork_for_adoption() if request.fields["adopted"] else os.fork()
         if pid == 0:
+            self._close()
             return request
         request.drop_descriptors()
         if not request.fields["adopted"]:
@@ -122,6 +123,12 @@ class Server:
             self._selector.register(connection, selectors.EVENT_READ)
         request.answer(pid=pid)
         return None
+
+    def _close(self) -> None:
+        """Close what is the server's. A selector refers to itself: it would close its number when it is the job's."""
+        self._selector.close()
+        for connection in self._waiting.values():
+            connection.close()
 
     def _collect(self) -> None:
         for pid in list(self._waiting):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from capd_client.protocol.messages import Reject
+from tests.kit import forking
 from tests.kit.client.peer import Peer, wait_until
 
 PENDING = 3
@@ -20,16 +21,17 @@ PENDING = 3
 def job(script: str) -> list[str]:
     """A job that has captured three tensors, connected, before `script` goes on."""
     opening = f"""
-        import os, signal, subprocess, sys, threading, time, torch, capd_client
+        import os, signal, subprocess, sys, threading, time, warnings, torch, capd_client
+        warnings.simplefilter("error")
         for _ in range({PENDING}):
             capd_client.capture(torch.ones(3), tensor_name="x")
         """
-    return [sys.executable, "-W", "error", "-c", textwrap.dedent(opening) + textwrap.dedent(script)]
+    return [sys.executable, "-c", textwrap.dedent(opening) + textwrap.dedent(script)]
 
 
 def run(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a job to its end."""
-    return subprocess.run(job(script), env=env, capture_output=True, text=True, timeout=60)
+    return forking.run(job(script), env=env, capture_output=True, text=True, timeout=60)
 
 
 def wait_for_end(peer: Peer) -> None:
@@ -129,7 +131,7 @@ def test_a_signal_ends_the_job_as_it_would_without_capture(
     number: int, peer: Peer, job_env: dict[str, str]
 ) -> None:
     """capd installs no handlers: the exit status is the signal's, and nothing is waited for but by Ctrl-C's way out."""
-    process = subprocess.Popen(
+    process = forking.popen(
         job("print('ready', flush=True)\ntime.sleep(60)"),
         env=job_env | {"CAPD_EXIT_TIMEOUT_S": "2"},
         stdout=subprocess.PIPE,
@@ -309,7 +311,7 @@ def test_workers_of_every_start_method_are_no_ranks(
             )
         )
     # Python < 3.14 warns of forking beside threads only where it is about to happen
-    done = subprocess.run([sys.executable, script], env=job_env, capture_output=True, text=True, timeout=100)
+    done = forking.run([sys.executable, script], env=job_env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert [record.key.tensor_name for record in peer.records] == ["x", "x"]
     assert len(peer.hellos) == 1

@@ -12,23 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import forking
 from tests.kit.client.peer import Peer, wait_until
 
 
 def run(script: str, env: dict[str, str], timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """Run a job to its end."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+    script = "import warnings\nwarnings.simplefilter('error')\n" + textwrap.dedent(script)
+    return forking.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=timeout_s
     )
 
 
 def test_protocol_key_and_select_import_no_torch() -> None:
-    done = run(
-        """
+    script = """
         import sys
         import capd_client, capd_client.protocol.messages, capd_client.protocol.key
         import capd_client.protocol.selection, capd_client.protocol.dtypes
@@ -36,9 +33,9 @@ def test_protocol_key_and_select_import_no_torch() -> None:
         heavy = {"torch", "numpy"} & set(sys.modules)
         assert not heavy, heavy
         assert "capd" not in sys.modules
-        """,
-        dict(os.environ),
-    )
+        """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -185,7 +182,7 @@ def test_a_killed_job_with_a_living_child_ends_its_connection_at_once(
     peer: Peer, job_env: dict[str, str], tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "child"
-    job = subprocess.Popen(
+    job = forking.popen(
         [
             sys.executable,
             "-c",
@@ -325,7 +322,7 @@ def test_a_compiled_function_may_call_capture(peer: Peer, job_env: dict[str, str
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_counter_page_outlives_a_killed_job(number: int, peer: Peer, job_env: dict[str, str]) -> None:
     peer.ack = False
-    job = subprocess.Popen(
+    job = forking.popen(
         [
             sys.executable,
             "-c",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import forking
 from tests.kit.client.peer import Peer
 
 pytestmark = pytest.mark.timeout(300)  # every process imports most of torch.distributed
@@ -35,7 +36,7 @@ def run_group(script: str, env: dict[str, str], directory: Path, name: str = "jo
     path, meeting = directory / f"{name}.py", directory / f"{name}.group"
     path.write_text(textwrap.dedent(OPENING) + textwrap.dedent(script) + textwrap.dedent(CLOSING))
     ranks = [
-        subprocess.Popen(
+        forking.popen(
             [sys.executable, str(path), str(meeting)],
             env=env
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -43,6 +44,7 @@ def run_group(script: str, env: dict[str, str], directory: Path, name: str = "jo
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            imports=forking.TRAINING,
         )
         for rank in range(2)
     ]
