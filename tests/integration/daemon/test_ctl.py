@@ -21,6 +21,7 @@ from capd_client.protocol.messages import Reject, encode
 from capd_client.protocol.selection import Selection
 from tests.integration.daemon.train_job import MICRO_BATCHES, TENSORS, WATCHED
 from tests.kit import daemon as daemon_kit
+from tests.kit import forking
 from tests.kit.processes import Daemon, Rank, StartRank, live_stats, until
 
 TRAIN_JOB = (sys.executable, str(Path(__file__).with_name("train_job.py")))
@@ -72,7 +73,7 @@ def ranks(start_rank: StartRank, ctl: Ctl) -> list[Rank]:
 def ctl_process(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
     """A `capd ctl` that goes on beside the test."""
     command = [sys.executable, "-m", "capd", "ctl", *arguments, "--endpoint", daemon.endpoint]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forking.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def status(ctl: Ctl) -> list[dict[str, Any]]:

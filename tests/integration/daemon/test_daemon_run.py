@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, stored_payloads, wait_for
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import command_line
@@ -35,7 +36,7 @@ CAPTURING_JOB = f"""
 
 
 def capd_run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forking.run(
         [sys.executable, "-m", "capd", "run", *arguments],
         cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
@@ -132,7 +133,7 @@ def test_signals_reach_the_job_and_the_store_is_still_sealed(tmp_path: Path, num
         time.sleep(60)
     """)
     command = [sys.executable, "-m", "capd", "run", "--run-id", "s", "--", sys.executable, "-c", script]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
+    process = forking.popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
     wait_for((tmp_path / "ready").exists, "the job runs")
     process.send_signal(number)
     _, message = process.communicate(timeout=60)
@@ -154,7 +155,7 @@ def test_the_job_outlives_its_daemon(tmp_path: Path) -> None:
     """)
     command = [sys.executable, "-m", "capd", "run", "--run-id", "k", "--", sys.executable, "-c", script]
     (tmp_path / "daemon.pid").write_text("")
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    process = forking.popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def daemon_pid() -> str:
@@ -193,7 +194,7 @@ def test_a_job_joins_the_daemon_that_the_environment_names(tmp_path: Path, runti
 
 def test_a_private_daemon_does_not_outlive_a_killed_capd_run(tmp_path: Path, runtime_dir: Path) -> None:
     command = [sys.executable, "-m", "capd", "run", "--", "sh", "-c", "touch ready; exec sleep 600"]
-    process = subprocess.Popen(command, cwd=tmp_path)
+    process = forking.popen(command, cwd=tmp_path)
     wait_for((tmp_path / "ready").exists, "the job runs")
     children = [
         int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -13,6 +13,7 @@ import pytest
 
 from capd.cli.daemon.detached import _code_of_ended
 from capd.cli.jobs.companion import Companion, _wait_ready
+from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, Rank, daemons, payload, stored_payloads, wait_for
 from tests.kit.tiers import rows
 
@@ -110,7 +111,7 @@ def test_what_it_names_as_the_way_on_seals_what_was_left(store: Path, serve: Ser
     assert daemon.stop() == UNSEALED, daemon.text()
     assert f"{3 * RECORDS} records" in daemon.text()
     command = [sys.executable, "-m", "capd", "verify", str(store), "--adopt", "n"]
-    assert subprocess.run(command, timeout=60, capture_output=True, check=False).returncode == 0
+    assert forking.run(command, timeout=60, capture_output=True, check=False).returncode == 0
     assert_sealed(store)
 
 
@@ -148,7 +149,7 @@ def test_capd_run_that_is_ended_while_its_daemon_starts_leaves_no_process_and_lo
 ) -> None:
     command = [sys.executable, "-m", "capd", "run", "--store", str(store), "--", "sleep", "600"]
     environ = {**os.environ, "CAPD_NODE": "n"}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ)
+    process = forking.popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ)
     try:
         wait_for(lambda: list(runtime_dir.glob(moment)), moment)
         process.send_signal(number)

@@ -184,7 +184,7 @@ def test_a_job_that_names_its_types_itself_is_never_quantised_twice(bare: Done, 
 
 def test_a_job_without_a_model_to_find_is_told_that_nothing_was_emulated(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "capd", "run", "--store", str(tmp_path), "--quant-type", "mxfp8", "--"]
-    done = subprocess.run(
+    done = forking.run(
         [*command, sys.executable, "-c", "import torch"],
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from capd.server.process import how_ended
+from tests.kit import forking
 from tests.kit.checking import assert_balanced, captured_numbers
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon, StartRank, at_rest, capd, live_stats, until
@@ -44,7 +45,7 @@ def ending(daemon: Daemon, notes: Path, how: str, count: int = CAPTURES) -> subp
         "PYTHONPATH": ROOT,
         "RANK": "0",
     }
-    return subprocess.Popen([sys.executable, JOB, str(count), how, str(notes)], env=environment)
+    return forking.popen([sys.executable, JOB, str(count), how, str(notes)], env=environment)
 
 
 @pytest.mark.parametrize("count", rows([1, CAPTURES], [CAPTURES]))
@@ -205,9 +206,7 @@ os._exit(0)
 def test_every_kind_of_capture_is_recovered(fork: str, daemon: Daemon, tmp_path: Path) -> None:
     environment = {**os.environ, "CAPD_ENDPOINT": daemon.endpoint, "CAPD_RUN_ID": "run", "PYTHONPATH": ROOT}
     daemon.send(signal.SIGSTOP)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KINDS_JOB, fork], env=environment, start_new_session=True
-    )
+    process = forking.popen([sys.executable, "-c", KINDS_JOB, fork], env=environment, start_new_session=True)
     try:
         process.wait(60)
         daemon.send(signal.SIGCONT)

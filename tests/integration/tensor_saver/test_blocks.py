@@ -172,7 +172,7 @@ def test_the_functions_that_a_document_lists_are_there_with_their_parameters() -
 def test_what_a_shell_block_sets_and_runs_is_as_before(
     tmp_path: Path, shell: str, script: str, block: str, directory: str, expected: list[tuple[Any, ...]]
 ) -> None:
-    training = f'"{sys.executable}" "{JOB}" {block}\n'
+    training = f'"{forking.stand_in_for(environment())}" "{JOB}" {block}\n'
     lines = blocks()[shell]
     if script:  # which the block runs
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from capd_client.formats import FORMATS
+from tests.kit import forking
 
 # In a process of its own: what is looked at are the tables of a process that has made none yet.
 FAKE_FIRST = """
@@ -45,7 +45,7 @@ print("done")
 
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = forking.run(command, capture_output=True, text=True, timeout=110, imports=forking.TRAINING)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
