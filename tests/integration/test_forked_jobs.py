@@ -83,6 +83,7 @@ def test_a_forked_job_is_trained_and_captured_as_a_cold_one(daemon: Daemon, tmp_
     assert len(held[0]) == forked["counters"]["committed"]
 
 
+@pytest.mark.slow
 def test_a_job_below_capd_run_may_be_a_stand_in(tmp_path: Path, runtime_dir: Path) -> None:
     environ = environment(OMP_NUM_THREADS="1")
     losses, held = [], []

@@ -25,7 +25,7 @@ from tests.kit.tiers import rows
 from tests.property.kit.foreign_stores import BASES, DEEP, GONE, SCRIPTS, TABLES, TEXTS, Change, build, change
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "2000"))
-SLICE = 12
+SLICE = 6
 PHASES = (Phase.explicit, Phase.generate)  # an example is one or two changes: nothing to shrink
 
 numbers = st.sampled_from(

@@ -319,6 +319,7 @@ def test_quick_reads_no_element_and_has_the_same_statistics(
     assert "--quick" in (tmp_path / "out" / TEXT_NAME).read_text()
 
 
+@pytest.mark.slow
 def test_quick_draws_everything_that_needs_no_element(
     capd: Capd, known: tuple[Path, Values], tmp_path: Path
 ) -> None:
@@ -498,6 +499,7 @@ def test_without_matplotlib_the_numbers_stand_and_the_message_says_how_to_instal
     assert document_of(tmp_path / "out")["all"]["records"] == len(known[1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_exits_with_130_and_leaves_whole_files_alone(
     known: tuple[Path, Values], tmp_path: Path
 ) -> None:

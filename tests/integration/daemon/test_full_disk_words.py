@@ -229,6 +229,7 @@ def test_an_export_names_the_file_system_that_is_full(disk: Path, tmp_path: Path
     assert "of 12.6 MB are free" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_import_keeps_what_has_room_says_who_refused_and_goes_on(disk: Path, tmp_path: Path) -> None:
     for number in range(8):
         path = tmp_path / "logs" / "mxfp8" / SEED_NAME.replace("0001", f"{number:04d}")

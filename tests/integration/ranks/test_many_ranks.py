@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.kit.checking import assert_balanced
 from tests.kit.crowd import Crowd
 from tests.kit.processes import Daemon, live_stats, until
@@ -11,6 +13,7 @@ from tests.kit.processes import Daemon, live_stats, until
 RANKS = 64
 
 
+@pytest.mark.slow
 def test_ranks_that_start_at_once_are_all_taken_by_their_first_hello(daemon: Daemon, tmp_path: Path) -> None:
     crowd = Crowd(tmp_path / "crowd", daemon.endpoint, CAPD_ARENA_BYTES=str(1 << 20))
     try:

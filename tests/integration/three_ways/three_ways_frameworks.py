@@ -245,7 +245,7 @@ _TRAINER = ("transformers", "transformers.trainer", "transformers.models.llama.m
 _LIGHTNING = ("lightning.pytorch",)
 
 ROWS: dict[str, Row] = {
-    "trainer": Row(trainer, imports=_TRAINER, default=True),
+    "trainer": Row(trainer, imports=_TRAINER),
     "trainer_checkpointed": Row(trainer_checkpointed, imports=_TRAINER),
     "trainer_bf16": Row(trainer_bf16, imports=_TRAINER),
     "trainer_compiled": Row(trainer_compiled, imports=_TRAINER),

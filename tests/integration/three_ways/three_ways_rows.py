@@ -188,7 +188,7 @@ ROWS: dict[str, Row] = {
     "variants": Row(variants),
     "odd": Row(odd),
     "several": Row(several),
-    "compiled": Row(compiled, default=True),
+    "compiled": Row(compiled),
     "compiled_blocks": Row(compiled_blocks),
     "checkpointed": Row(checkpointed),
     "checkpointed_reentrant": Row(checkpointed_reentrant),

@@ -18,6 +18,7 @@ from capd.report.figures.pages import all_pages
 from capd.report.gather import GatheredRecords, gather
 from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Key, Moment
+from tests.kit.tiers import rows
 
 RNG = np.random.default_rng(4)
 ODD = ("$\\frac{1}{", "_hidden", "line\nbreak", "名字", "", "x" * 500)
@@ -76,12 +77,10 @@ CASES = {
 }
 
 
-SLOW = {"odd", "huge", "64 layers", "many samples and ranks", "odd, with formats"}
+SLOW = {"one layer", "odd", "huge", "64 layers", "many samples and ranks", "odd, with formats"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.fault if case in SLOW else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", rows(CASES, CASES.keys() - SLOW))
 @pytest.mark.timeout(240)
 def test_every_page_is_labelled_and_no_text_lies_on_another(
     case: str, monkeypatch: pytest.MonkeyPatch

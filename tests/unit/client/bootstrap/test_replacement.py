@@ -66,6 +66,7 @@ def bare_python(tmp_path: Path) -> Path:
     return tmp_path / "bare" / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_without_megatron_its_packages_are_empty_but_for_it(bare_python: Path) -> None:
     def bare(code: str) -> subprocess.CompletedProcess[str]:
         return python(

@@ -50,6 +50,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_after_fake_tensors_real_ones_are_as_ever() -> None:
     assert run(FAKE_FIRST) == "done\n"
 

@@ -14,6 +14,7 @@ import pytest
 from capd_client.protocol.messages import Reject
 from tests.kit import forking
 from tests.kit.client.peer import Peer, wait_until
+from tests.kit.tiers import rows
 
 PENDING = 3
 
@@ -126,7 +127,10 @@ def test_a_thread_that_captures_during_exit_hinders_nothing(peer: Peer, job_env:
     assert (in_flight, offered) == (0, acked + sum(dropped))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "number",
+    rows([signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGABRT], [signal.SIGTERM, signal.SIGINT]),
+)
 def test_a_signal_ends_the_job_as_it_would_without_capture(
     number: int, peer: Peer, job_env: dict[str, str]
 ) -> None:
@@ -207,7 +211,7 @@ def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("connected", rows([True, False], [True]))
 def test_time_limits_amid_captures_leave_the_accounts_exact(
     peer: Peer, job_env: dict[str, str], connected: bool
 ) -> None:
@@ -282,7 +286,7 @@ def test_a_subprocess_holds_nothing_of_the_rank_and_is_none(peer: Peer, job_env:
     assert len(peer.hellos) == 1
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", rows(["fork", "spawn", "forkserver"], ["fork"]))
 def test_workers_of_every_start_method_are_no_ranks(
     method: str, peer: Peer, job_env: dict[str, str], tmp_path: object
 ) -> None:
@@ -353,7 +357,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", rows(ENDINGS, ["an error", "ctrl-c twice"]))
 def test_a_thread_amid_the_parts_of_a_tensor_holds_up_no_exit(
     ending: str, peer: Peer, job_env: dict[str, str]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.kit import forking
 from tests.kit.client.peer import Peer, wait_until
+from tests.kit.tiers import rows
 
 
 def run(script: str, env: dict[str, str], timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -52,7 +53,7 @@ def test_a_short_job_is_drained_at_exit_without_a_call(peer: Peer, job_env: dict
     assert peer.byes == 1
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", rows([False, True], [True]))
 def test_the_log_reaches_stderr_once_whether_the_job_logs_or_not(
     own: bool, peer: Peer, job_env: dict[str, str]
 ) -> None:

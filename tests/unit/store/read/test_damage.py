@@ -22,7 +22,7 @@ from tests.kit.store.damaging import edit_catalog
 from tests.kit.store.writing import Writer, key
 
 Truth = dict[tuple[str, int], tuple[int, np.ndarray]]
-FLIPS, CUTS = 260, 40
+FLIPS, CUTS = 120, 20
 
 
 @pytest.fixture(scope="module")
