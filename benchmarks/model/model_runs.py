@@ -25,7 +25,7 @@ from capd_client.device.pacing import Pace
 from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.counters import Counters
 from capd_client.inflight.queue import Queue
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Descriptor
 from capd_client.staging.describe import Described
@@ -162,7 +162,9 @@ class _Rank:
         self.stager: Any = DeviceStager(
             gpu, self._queue, buffer, pace=Pace(None), ordered=True, holding=holding
         )
-        self._way = FromDevice(self._queue, DropLog(Notices(), self._queue.policy), lambda _: self.stager)
+        self._way = FromDevice(
+            self._queue, DropLog(RateLimitedLog(), self._queue.policy), lambda _: self.stager
+        )
         key = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0.mlp")
         self._definition = self._queue.definitions.make(key, torch.bfloat16, None)
 

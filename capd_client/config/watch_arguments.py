@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 from capd_client.config.settings import ClientConfig
 from capd_client.config.values import rules as rules_from
 from capd_client.errors import ConfigError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.selection import TENSORS, Ranges
 from capd_client.rules.resolve import Rule, When, restricting
 from capd_client.rules.schema import RuleSettings
@@ -20,7 +20,7 @@ __all__ = ["Select", "WatchPlan"]
 
 Select = Union[str, "os.PathLike[str]", Mapping[str, Any], Sequence[str], Sequence[Mapping[str, Any]]]
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class WatchPlan:

@@ -20,7 +20,7 @@ from capd_client.device.holding import MAX_HELD_NBYTES, Holding
 from capd_client.device.pacing import Pace
 from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.queue import Queue
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["Devices"]
@@ -38,7 +38,7 @@ class Devices:
         self,
         queue: Queue,
         arena: Arena,
-        notices: Notices,
+        notices: RateLimitedLog,
         config: ClientConfig,
     ) -> None:
         """Set up no device yet.

@@ -25,7 +25,7 @@ from capd_client.integrations.linears import calls_linear, is_linear
 from capd_client.integrations.megatron import is_one_kernel
 from capd_client.integrations.transformers import is_attention
 from capd_client.integrations.transformers_experts import is_experts
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["ADAPTERS", "Adapter", "adapter_of", "reason_to_leave"]
 
@@ -35,7 +35,7 @@ _WEIGHTS_ASKED = (
     "attention that returns its weights (need_weights=True, the default of nn.MultiheadAttention) is not emulated; "
     "only its linears are"
 )
-_notices = Notices()
+_notices = RateLimitedLog()
 _TE_PRODUCT = re.compile("Linear|MLP|DotProductAttention")
 _LINEAR = frozenset({"linear"})
 _ATTENTION = frozenset({"qk", "pv"})

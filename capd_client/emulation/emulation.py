@@ -21,7 +21,7 @@ from capd_client.emulation.quantise import quantise
 from capd_client.errors import ConfigError
 from capd_client.hooks import copies
 from capd_client.hooks.module_names import place_modules
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.patching import patch
 from capd_client.protocol.selection import matches_any
 from capd_client.tensors import emulation_label
@@ -30,7 +30,7 @@ __all__ = ["Emulation", "emulate"]
 
 _Undo = Callable[[], None]
 _lock = threading.RLock()
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 def emulate(

@@ -15,7 +15,7 @@ from torch import nn
 
 from capd_client.config.settings import ClientConfig
 from capd_client.emulation.job_quantisers import own_quantiser
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.tensors import emulation_label
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["emulate_from_settings", "job_quantises"]
 
 
-_notices = Notices()
+_notices = RateLimitedLog()
 _active: list[Emulation] = []
 # The job's own quantiser, once it is known.
 _own: Optional[str] = None

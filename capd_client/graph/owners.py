@@ -16,11 +16,11 @@ from torch import Tensor
 
 from capd_client.graph.operators import in_graphs
 from capd_client.graph.taps import graph_aliases, trace_call
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["prepare", "trace_begin", "trace_end", "trace_enter", "trace_leave", "trace_unseen"]
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class _Known(NamedTuple):

@@ -28,7 +28,7 @@ from capd_client.graph.operators import (
     restored,
     usable,
 )
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.key import ORDINALS, Moment
 from capd_client.protocol.kinds import Kind
 from capd_client.tensors.autograd import autocast_dtype, hang, product_of
@@ -47,7 +47,7 @@ GRAD_OUTPUT = 1
 _NOT_CAPTURED = (-1,) * (3 + len(ORDINALS))
 """The moment tensor of a call that is not captured: no tap, no hook on the parameter, no rules, no moment."""
 
-_notices = Notices()
+_notices = RateLimitedLog()
 # number → weak reference to a tap, a function or a root hook.
 _targets: dict[int, Callable[[], Any]] = {}
 _numbers = itertools.count()

@@ -23,7 +23,7 @@ from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.watches import PlannedWatches
 from capd_client.process.documents import leave
 from capd_client.process.dynamo import untraced
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.memory import arena_nbytes
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
@@ -133,7 +133,7 @@ class PlanSession(Border):
             on_iteration=self._begin,
             on_endless=self._cut,
         )
-        super().__init__(config, context, Notices(), accounts, self._adding, Drop())
+        super().__init__(config, context, RateLimitedLog(), accounts, self._adding, Drop())
         self._write("running")
 
     def _begin(self, iteration: int) -> None:

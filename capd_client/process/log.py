@@ -17,7 +17,7 @@ from capd_client.process.ranks import find_rank
 from capd_client.process.signals import is_interruption
 from capd_client.process.together import Together
 
-__all__ = ["INTERVAL_S", "Notices", "logger", "show"]
+__all__ = ["INTERVAL_S", "RateLimitedLog", "logger", "show"]
 
 logger = logging.getLogger("capd_client")
 
@@ -70,7 +70,7 @@ atexit.register(_together.end)
 os.register_at_fork(after_in_child=_together.forked)
 
 
-class Notices:
+class RateLimitedLog:
     """The log lines of a part of capd, rate-limited by reason.
 
     An error of a log handler never reaches training; an error of the job's signal handler does.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Optional
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = [
     "MAX_ARENA_NBYTES",
@@ -25,7 +25,7 @@ SHARE = 0.2
 MOST_SHARE = 0.5
 
 
-def arena_nbytes(asked: Optional[int], local_world_size: int, notices: Notices) -> int:
+def arena_nbytes(asked: Optional[int], local_world_size: int, notices: RateLimitedLog) -> int:
     """Return the requested size, limited by the available memory; for None, a size by the available memory."""
     if asked is None:
         return default_arena_nbytes(local_world_size)

@@ -17,7 +17,7 @@ from typing import Any, Optional
 from capd_client.errors import ConfigError
 from capd_client.inflight.counters import CounterValues
 from capd_client.process.dynamo import untraced
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.session.starting import AnySession, leave, make_session
 from capd_client.steps import checkpointing, optimizer_steps
 
@@ -33,7 +33,7 @@ _session: Optional[AnySession] = None
 _closed: Optional[AnySession] = None
 # Whether this process captures nothing more: it has closed, or was forked from a process that captured.
 _over = False
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 def session() -> Optional[AnySession]:

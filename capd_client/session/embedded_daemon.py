@@ -29,7 +29,7 @@ import msgspec
 
 from capd_client.config.settings import MAX_SOCKET_PATH, ClientConfig, parse_endpoint
 from capd_client.errors import ConfigError, EmbeddedError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.ranks import job_name, spans_nodes
 from capd_client.protocol.control import Control, Stats, StatsReply
 from capd_client.protocol.messages import (
@@ -53,7 +53,7 @@ _SOCKET = "capd.sock"
 _NO_ANSWER = (OSError, EOFError, msgspec.MsgspecError)
 
 
-def provide(config: ClientConfig, notices: Notices) -> ClientConfig:
+def provide(config: ClientConfig, notices: RateLimitedLog) -> ClientConfig:
     """Return the settings with the endpoint of a daemon that answers. Start one if this node has none on the store.
 
     The name of the run is filled in if it is not set. If no policy is set, captures wait for room, because

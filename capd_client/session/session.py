@@ -25,7 +25,7 @@ from capd_client.inflight.counters import Counters
 from capd_client.inflight.policies import policy_of
 from capd_client.inflight.queue import Queue
 from capd_client.process.dynamo import untraced
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.memory import arena_nbytes
 from capd_client.process.wakeup import Wakeup
 from capd_client.protocol.counter_page import COUNTER_STEPS, DropReason
@@ -69,7 +69,7 @@ class Session(Border):
             on_rank_change=renew.set,
             on_iteration=self._begin_iteration,
         )
-        notices, info = Notices(), context.rank_info
+        notices, info = RateLimitedLog(), context.rank_info
         # Not uuid4, because some versions of it use `random`.
         self.client = uuid.UUID(bytes=os.urandom(16))
         self._endpoint = config.endpoint

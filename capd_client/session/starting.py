@@ -9,7 +9,7 @@ from typing import Optional, Union
 from capd_client.config.settings import load_config
 from capd_client.errors import CapdError
 from capd_client.planning.session import PlanSession
-from capd_client.process.log import Notices, show
+from capd_client.process.log import RateLimitedLog, show
 from capd_client.session import embedded_daemon
 from capd_client.session.session import Session
 from capd_client.steps.shared_rules import shared_rules_of
@@ -20,7 +20,9 @@ AnySession = Union[Session, PlanSession]
 """A session that captures, or under `capd plan` one that only counts."""
 
 
-def make_session(notices: Notices, environ: Optional[Mapping[str, str]] = None) -> Optional[AnySession]:
+def make_session(
+    notices: RateLimitedLog, environ: Optional[Mapping[str, str]] = None
+) -> Optional[AnySession]:
     """Return a session for the settings of `environ` (default os.environ), or None if capture is off.
 
     An error turns capture off, with a warning. Under CAPD_STRICT=1 the error is raised.

@@ -14,7 +14,7 @@ from capd_client.inflight.counters import CounterValues
 from capd_client.inflight.definitions import Definition, short_name
 from capd_client.inflight.policies import Drop
 from capd_client.process.dynamo import untraced
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.signals import is_interruption
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
@@ -75,7 +75,7 @@ class Border:
         self,
         config: ClientConfig,
         context: Context,
-        notices: Notices,
+        notices: RateLimitedLog,
         accounts: Accounts,
         stager: Puts,
         policy: Drop,

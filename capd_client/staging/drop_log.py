@@ -6,7 +6,7 @@ from capd_client.inflight.capture import Refused
 from capd_client.inflight.definitions import Definition
 from capd_client.inflight.parts import Record
 from capd_client.inflight.policies import Drop
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
 
 __all__ = ["DropLog"]
@@ -15,7 +15,7 @@ __all__ = ["DropLog"]
 class DropLog:
     """A writer of log lines about the queue's decisions. It does not decide anything itself."""
 
-    def __init__(self, notices: Notices, policy: Drop) -> None:
+    def __init__(self, notices: RateLimitedLog, policy: Drop) -> None:
         self._notices = notices
         # Its text names the consequence. The text is made only for a line that is written.
         self._policy = policy

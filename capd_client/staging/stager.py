@@ -29,7 +29,7 @@ from capd_client.inflight.capture import READY, Refused
 from capd_client.inflight.definitions import Definition
 from capd_client.inflight.parts import Record
 from capd_client.inflight.queue import Queue
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.journal_layout import (
     USUAL,
@@ -69,7 +69,7 @@ class Stager:
         self,
         queue: Queue,
         arena: Arena,
-        notices: Notices,
+        notices: RateLimitedLog,
         devices: Callable[[torch.device], Union[DeviceStager, DropReason]],
         *,
         payload: bool = True,

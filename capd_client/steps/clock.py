@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Optional
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.signals import is_interruption
 from capd_client.steps import optimizer_steps
 from capd_client.steps.context import Context, Counter, as_index
@@ -36,7 +36,7 @@ _UNSTEPPED_TEXT = (
     "call capd_client.set_moment(iteration=...) in every iteration"
 )
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class Clock:

@@ -9,7 +9,7 @@ from typing import Optional
 
 from capd_client.config.settings import ClientConfig
 from capd_client.process.documents import leave
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.key import Moment
 from capd_client.protocol.quota import Collected, Quota, parse_quota
 from capd_client.steps.context import Context
@@ -19,7 +19,7 @@ __all__ = ["quota_of", "within_quota"]
 # The pause between two documents of a quota without an end. Nobody waits for the last of these documents.
 _PAUSE_S = 0.2
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 def quota_of(config: ClientConfig, context: Context) -> Optional[Quota]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.quota import Quota
 from capd_client.protocol.selection import Ranges
 from capd_client.rules.resolve import When
@@ -13,7 +13,7 @@ from capd_client.steps.context import Context
 
 __all__ = ["Gate"]
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class Gate:

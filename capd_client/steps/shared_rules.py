@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.rules.problems import Part, Problem
 from capd_client.steps.clock import Clock, clock_of
 from capd_client.steps.context import Context
 
 __all__ = ["SharedRules", "shared_rules_of"]
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class SharedRules:

@@ -14,7 +14,7 @@ from typing import Optional, Protocol
 from msgspec.structs import replace
 
 from capd_client.errors import ConfigError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.control import Steer, Steered
 from capd_client.protocol.key import Key
 
@@ -54,7 +54,7 @@ class Steering:
         notices: The log.
     """
 
-    def __init__(self, capture: Callable[[bool], None], notices: Notices) -> None:
+    def __init__(self, capture: Callable[[bool], None], notices: RateLimitedLog) -> None:
         # None: this rank was never steered.
         self.answer: Optional[Steered] = None
         self._capture = capture

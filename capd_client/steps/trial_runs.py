@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["MODES", "Trial", "trial", "trying"]
 
@@ -34,7 +34,7 @@ MODES = frozenset(
 """The dispatch modes under which a forward runs only to be counted or traced."""
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_notices = Notices()
+_notices = RateLimitedLog()
 
 # The threads that are in trials, once per trial. Every forward looks here, and a thread-local is several times slower.
 _trying: list[int] = []

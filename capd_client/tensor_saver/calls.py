@@ -12,7 +12,7 @@ import torch
 
 from capd_client.errors import ConfigError
 from capd_client.explicit.keys import key_of, moment_of
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key
 from capd_client.protocol.messages import MAX_METADATA_NBYTES
@@ -30,7 +30,7 @@ from capd_client.tensors.subclasses import inner_tensors
 __all__ = ["capture_call", "sort_arguments"]
 
 logger = logging.getLogger("capd_client")
-_notices = Notices()
+_notices = RateLimitedLog()
 # The session whose moment follows STATE.
 _followed: Optional[AnySession] = None
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client.errors import ConfigError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.ranks import RANK_VARIABLES, distributed_ready, index_in, rank_in
 from capd_client.protocol.key import MAX_INDEX
 from capd_client.steps.context import as_index
@@ -20,7 +20,7 @@ from capd_client.steps.context import as_index
 __all__ = ["get_rank_from_tensor_device", "index_of_variable", "rank_of_process", "say_once", "usable"]
 
 _MAX_REMEMBERED = 1000
-_notices = Notices()
+_notices = RateLimitedLog()
 # Each warning is given once: the name of the value's source, and the value.
 _said: set[tuple[str, str]] = set()
 

@@ -21,7 +21,7 @@ from typing import Optional
 
 from capd_client.device.snapshots import DeviceStager
 from capd_client.inflight.queue import Queue
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.wakeup import Wakeup
 from capd_client.protocol.counter_page import DROP_REASONS, DropReason
 from capd_client.protocol.messages import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
@@ -68,7 +68,7 @@ class Transport:
         self,
         connect: Callable[[int, float], Link],
         queue: Queue,
-        notices: Notices,
+        notices: RateLimitedLog,
         steering: Steering,
         wakeup: Wakeup,
         renew: threading.Event,

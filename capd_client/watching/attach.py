@@ -17,7 +17,7 @@ from capd_client.hooks.sink import Sink
 from capd_client.hooks.sites import Site
 from capd_client.hooks.tap import Tap
 from capd_client.integrations.counters import install
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.rules.problems import met_by, problems_of
 from capd_client.rules.report import in_words, rank_left_out, rank_problems
 from capd_client.rules.resolve import Resolved, Wanted, resolve, run_together
@@ -34,7 +34,7 @@ __all__ = ["WatchHandle", "attach", "attached"]
 
 _SHOWN = 5
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class WatchHandle:

@@ -20,7 +20,7 @@ from typing import Any, Optional
 from torch import nn
 
 from capd_client.hooks.base import Hook
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.patching import patch
 from capd_client.steps.trial_runs import trial
 from capd_client.watching.watched import is_heard
@@ -39,7 +39,7 @@ _Function = Callable[..., Any]
 _lock = threading.RLock()
 _users = 0
 _undo: list[Callable[[], None]] = []
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 def install() -> None:

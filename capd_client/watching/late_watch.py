@@ -16,7 +16,7 @@ from capd_client.graph.operators import usable
 from capd_client.graph.taps import refused
 from capd_client.hooks.module_hooks import RootHook
 from capd_client.hooks.tap import Tap
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.steps.clock import clock_of
 from capd_client.steps.gate import Gate
 
@@ -31,7 +31,7 @@ _TOO_LATE = (
 )
 _TOO_OLD = "this torch cannot capture inside compiled graphs. Use a newer torch, or do not use torch.compile"
 
-_notices = Notices()
+_notices = RateLimitedLog()
 
 
 class LateWatch:

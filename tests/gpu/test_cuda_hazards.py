@@ -28,7 +28,7 @@ from capd_client.inflight.counters import Counters
 from capd_client.device.cuda.device import CudaDevice
 from capd_client.device.snapshots import DeviceStager
 from capd_client.protocol.key import Key, Moment
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.device.pacing import Pace
 from capd_client.protocol.messages import Descriptor
 
@@ -46,7 +46,7 @@ class Careless(Slow):
 arena = Arena(64 << 20)
 queue = Queue(SlotAllocator(arena.start, arena.nbytes - arena.start), Counters())
 device = (Careless if sys.argv[1] == "careless" else Slow)(
-    torch.device("cuda", 0), lambda _: 64 << 20, lambda: False, Notices()
+    torch.device("cuda", 0), lambda _: 64 << 20, lambda: False, RateLimitedLog()
 )
 stager = DeviceStager(device, queue, arena.buffer, pace=Pace(None))
 

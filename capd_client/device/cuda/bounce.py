@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from capd_client.arena.host_copy import move
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["BUFFER_NBYTES", "Bounce"]
 
@@ -27,7 +27,7 @@ class Bounce:
 
     def __init__(
         self,
-        notices: Notices,
+        notices: RateLimitedLog,
         *,
         nbytes: int = BUFFER_NBYTES,
         allocate: Callable[[int], torch.Tensor] = _page_locked,

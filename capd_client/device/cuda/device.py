@@ -21,7 +21,7 @@ from capd_client.device.pieces import Piece
 from capd_client.device.ring import RingMemory
 from capd_client.device.seam import Event
 from capd_client.devstats import fill_rows, prepare, warm
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["CudaDevice"]
 
@@ -34,7 +34,7 @@ class CudaDevice:
         device: torch.device,
         part_end: Callable[[int], int],
         busy: Callable[[], bool],
-        notices: Notices,
+        notices: RateLimitedLog,
         *,
         ring_bytes: Optional[int] = None,
         raw: bool = True,

@@ -13,7 +13,7 @@ import torch
 
 from capd_client.arena.arena import STEP_NBYTES, Arena
 from capd_client.device.cuda.runtime import pin, unpin
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 __all__ = ["CHUNK_NBYTES", "Pinning"]
 
@@ -34,7 +34,7 @@ class Pinning:
     While the driver locks pages, it holds locks for which other threads and other ranks of the node wait.
     """
 
-    def __init__(self, arena: Arena, notices: Notices, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
+    def __init__(self, arena: Arena, notices: RateLimitedLog, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
         self._arena = arena
         self._notices = notices
         self._chunk_nbytes = min(chunk_nbytes, _MAX_CHUNK_NBYTES)

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 
 from capd_client.device.ring import ring_nbytes
-from capd_client.process.log import Notices, logger
+from capd_client.process.log import RateLimitedLog, logger
 
 __all__ = [
     "cuda_runtimes", "is_capturing", "mapped_libraries", "pin", "ring_sizes", "side_stream",
@@ -27,7 +27,7 @@ _MAX_REGISTER_NBYTES = 512 << 30
 
 
 def ring_sizes(
-    device: int | torch.device, asked: int | None = None, notices: Notices | None = None
+    device: int | torch.device, asked: int | None = None, notices: RateLimitedLog | None = None
 ) -> tuple[int, ...]:
     """Return the possible sizes of a ring on `device`, in the order of trial; the last one is 0.
 
@@ -179,7 +179,7 @@ def _exchanges_of_mode() -> list[Any]:
 
 @functools.cache
 def _warn_of_captures() -> None:
-    Notices().warn(
+    RateLimitedLog().warn(
         "capture_mode",
         "capd's threads cannot keep out of the capture of CUDA graphs: neither a CUDA or HIP runtime library nor the "
         "driver takes their capture mode. A graph that the job captures at the same time may fail, unless with "

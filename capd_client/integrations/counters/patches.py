@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.process.signals import is_interruption
 from capd_client.steps import optimizer_steps
 from capd_client.steps.clock import counting
@@ -19,7 +19,7 @@ __all__ = [
 
 Method = Callable[..., Any]
 Around = Callable[..., Optional[AbstractContextManager[Any]]]
-_notices = Notices()
+_notices = RateLimitedLog()
 # If False, wrappers that stay below somebody else's patch do nothing.
 _listening = False
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from capd_client.config.settings import ClientConfig
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.key import Key, Moment
 from capd_client.rules.slices import Slice
 from capd_client.steps.context import Context
@@ -49,7 +49,7 @@ class MemorySink:
     capturing: bool = True
 
     def __post_init__(self) -> None:
-        self.steering = Steering(self._capture, Notices())
+        self.steering = Steering(self._capture, RateLimitedLog())
         self.begin_at()
 
     def begin_at(self, *, iteration: int = 0, environ: Optional[Mapping[str, str]] = None) -> None:

@@ -23,7 +23,7 @@ from capd_client.device.holding import Holding
 from capd_client.device.pacing import Pace
 from capd_client.device.snapshots import DeviceStager
 from capd_client.explicit import keys
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.session import current
 from capd_client.session.session import Session
 from capd_client.staging.border import Border
@@ -242,7 +242,7 @@ def _patched() -> list[object]:
 def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What was compiled before, and what was warned of then, is not there."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
-    monkeypatch.setattr(late_watch, "_notices", Notices())
+    monkeypatch.setattr(late_watch, "_notices", RateLimitedLog())
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -213,9 +213,9 @@ def test_what_cannot_be_emulated_is_left_alone_and_said(
     module: nn.Module, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from capd_client.emulation import emulation as of
-    from capd_client.process.log import Notices
+    from capd_client.process.log import RateLimitedLog
 
-    monkeypatch.setattr(of, "_notices", Notices())
+    monkeypatch.setattr(of, "_notices", RateLimitedLog())
     with caplog.at_level(logging.WARNING, "capd_client"):
         emulation = emulate(nn.ModuleDict({"odd": module, "fine": nn.Linear(32, 8)}), "mxfp8")
 
@@ -228,9 +228,9 @@ def test_a_glob_that_names_no_product_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from capd_client.emulation import emulation as of
-    from capd_client.process.log import Notices
+    from capd_client.process.log import RateLimitedLog
 
-    monkeypatch.setattr(of, "_notices", Notices())
+    monkeypatch.setattr(of, "_notices", RateLimitedLog())
     model = nn.ModuleDict({"head": nn.Linear(32, 8), "layer": nn.Sequential(nn.Linear(32, 8))})
     with caplog.at_level(logging.WARNING, "capd_client"):
         emulation = emulate(model, "mxfp8", exclude=["haed", "layer", "head"])

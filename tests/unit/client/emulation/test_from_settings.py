@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from capd_client.config.recipe import Recipe
 from capd_client.emulation import from_settings
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.tensors import emulation_label
 from capd_client.watching.watch import watch
 from tests.kit.client.models import MLP
@@ -27,7 +27,7 @@ def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(from_settings, "_own", None)
     monkeypatch.setattr(from_settings, "_said", False)
-    monkeypatch.setattr(from_settings, "_notices", Notices())
+    monkeypatch.setattr(from_settings, "_notices", RateLimitedLog())
     active: list[Any] = []
     monkeypatch.setattr(from_settings, "_active", active)
     yield

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from capd_client import watch
 from capd_client.graph import operators, taps
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.control import Steer
 from capd_client.protocol.kinds import LINEAR
 from capd_client.protocol.selection import Selection
@@ -140,7 +140,7 @@ def test_a_compiled_model_is_steered_without_being_compiled_again(sink: MemorySi
 def test_inside_vmap_nothing_is_captured_and_that_is_said(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taps, "_notices", Notices())
+    monkeypatch.setattr(taps, "_notices", RateLimitedLog())
     model = MLP()
     watch(model)
     compiled = torch.compile(lambda x: torch.func.vmap(model)(x), backend="aot_eager", fullgraph=True)
@@ -223,7 +223,7 @@ def test_blocks_that_are_left_out_do_not_lend_their_graph_to_watched_ones(
 def test_where_ddp_splits_the_graph_the_model_trains_and_that_is_said(
     sink: MemorySink, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taps, "_notices", Notices())
+    monkeypatch.setattr(taps, "_notices", RateLimitedLog())
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
         model = nn.parallel.DistributedDataParallel(
@@ -248,7 +248,7 @@ def test_with_a_memory_budget_the_model_trains_and_that_is_said(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(taps, "_notices", Notices())
+    monkeypatch.setattr(taps, "_notices", RateLimitedLog())
     monkeypatch.setattr(taps, "_refused", False)
 
     def results(*, watched: bool) -> list[Tensor]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import capd_client
 from capd_client.graph import partitions, taps
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from tests.kit.client.peer import Peer
 
 pytestmark = [  # what torch itself warns of while it compiles, with and without capd
@@ -43,7 +43,7 @@ _watching: list[Any] = []  # handles of the watches of a test, which ends them
 @pytest.fixture(autouse=True)
 def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
-    monkeypatch.setattr(taps, "_notices", Notices())
+    monkeypatch.setattr(taps, "_notices", RateLimitedLog())
     monkeypatch.setattr(taps, "_refused", False)
     torch.compiler.reset()
     with config.patch(custom_should_partition_ops=[], fx_graph_cache=False):

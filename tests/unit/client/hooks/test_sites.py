@@ -11,7 +11,7 @@ from torch import nn
 
 from capd_client import integrations
 from capd_client.hooks.sites import Site
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.kinds import LINEAR
 from capd_client.watching import attach
 from capd_client.watching.watch import watch
@@ -31,7 +31,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
                           lacks=lacks)]}  # fmt: skip
 
     monkeypatch.setattr(integrations, "_FINDERS", (find,))
-    monkeypatch.setattr(attach, "_notices", Notices())
+    monkeypatch.setattr(attach, "_notices", RateLimitedLog())
     return nn.Linear(3, 2)
 
 

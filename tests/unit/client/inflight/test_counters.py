@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import pytest
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.steps import clock as clocks
 from capd_client.steps.clock import Clock, begin_counted, clock_of, counting, end_counted
 from capd_client.steps.context import Context
@@ -20,7 +20,7 @@ Where = tuple[Optional[int], Optional[int]]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(clocks, "_clocks", WeakSet())
-    monkeypatch.setattr(clocks, "_notices", Notices())
+    monkeypatch.setattr(clocks, "_notices", RateLimitedLog())
     yield clock_of(Context(environ={}))
     assert not clocks._counters
 

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend_early
 
 from capd_client.graph import owners
 from capd_client.integrations.callers import calls
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.selection import TENSORS
 from capd_client.watching import attach
 from capd_client.watching.watch import watch
@@ -121,7 +121,7 @@ class Everything(nn.Module):
 def test_which_products_a_model_has_and_which_of_its_linears_are_left_out(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach, "_notices", Notices())
+    monkeypatch.setattr(attach, "_notices", RateLimitedLog())
     caplog.set_level(logging.INFO)
     model = nn.ModuleDict(
         {
@@ -394,7 +394,7 @@ class TestCompiled:
         self, sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
         select: dict[str, Any] | None, said: int,
     ) -> None:  # fmt: skip
-        monkeypatch.setattr(owners, "_notices", Notices())
+        monkeypatch.setattr(owners, "_notices", RateLimitedLog())
         attention, x = nn.MultiheadAttention(WIDTH, 2), torch.randn(3, 2, WIDTH)
         model = nn.ModuleList([attention, nn.MultiheadAttention(WIDTH, 2)])
         model.forward = lambda x: model[1](*(model[0](x, x, x)[0],) * 3)[0]  # type: ignore[method-assign]

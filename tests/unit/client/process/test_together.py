@@ -23,7 +23,7 @@ import os, signal, sys
 from capd_client.process import log
 rank = int(os.environ["RANK"])
 log.show(os.environ.get("LEVEL", "INFO"))
-told = log.Notices()
+told = log.RateLimitedLog()
 open(os.environ["READY"], "w").close()
 sys.stdin.readline()
 """

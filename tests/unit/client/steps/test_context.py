@@ -12,7 +12,7 @@ import torch
 
 from capd_client.errors import ConfigError
 from capd_client.process import ranks
-from capd_client.process.log import INTERVAL_S, Notices
+from capd_client.process.log import INTERVAL_S, RateLimitedLog
 from capd_client.process.ranks import find_rank
 from capd_client.steps.context import Context
 
@@ -202,7 +202,7 @@ def test_a_reason_is_logged_once_per_interval_with_the_number_held_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [0.0]
-    notices = Notices(clock=lambda: now[0])
+    notices = RateLimitedLog(clock=lambda: now[0])
     for _ in range(100):
         notices.warn("full", "the arena is full")
         notices.warn("other", "something else: %d", 3)
@@ -224,6 +224,6 @@ def test_a_broken_log_handler_never_reaches_the_job() -> None:
     handler = Broken()
     logging.getLogger("capd_client").addHandler(handler)
     try:
-        Notices().warn("x", "something")
+        RateLimitedLog().warn("x", "something")
     finally:
         logging.getLogger("capd_client").removeHandler(handler)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from capd_client.config.settings import load_config
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.steps import clock, gate
 from capd_client.watching.watch import watch
 from tests.kit.client.models import reentrant
@@ -47,9 +47,9 @@ class Job(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_notices", Notices())
+    monkeypatch.setattr(clock, "_notices", RateLimitedLog())
     monkeypatch.setattr(clock, "_evaluation_said", False)
-    monkeypatch.setattr(gate, "_notices", Notices())
+    monkeypatch.setattr(gate, "_notices", RateLimitedLog())
 
 
 def check(sink: MemorySink, *jobs: Job, gradients: bool = True) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.control import Drain, Drained, Steer, Steered
 from capd_client.protocol.counter_page import COUNTER_STEPS
 from capd_client.protocol.key import Key
@@ -37,7 +37,7 @@ class Told:
 
     def __init__(self) -> None:
         self.capturing: list[bool] = []
-        self.steering = Steering(self.capturing.append, Notices())
+        self.steering = Steering(self.capturing.append, RateLimitedLog())
 
 
 def stop(number: int, at: int) -> Steer:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.steps import trial_runs
 from capd_client.watching.watch import watch
 from tests.kit.client.sink import MemorySink
@@ -27,7 +27,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_runs, "_notices", Notices())
+    monkeypatch.setattr(trial_runs, "_notices", RateLimitedLog())
 
 
 def moments(sink: MemorySink) -> list[tuple[int, int, int]]:

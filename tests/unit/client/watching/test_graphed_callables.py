@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from capd_client.hooks.base import Hook
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.watching import graphed_callables
 from capd_client.watching.automatic import give_way, watch_found
 from capd_client.watching.watch import watch
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_callables, "_notices", Notices())
+    monkeypatch.setattr(graphed_callables, "_notices", RateLimitedLog())
     fake_graphs.install(monkeypatch)
 
 

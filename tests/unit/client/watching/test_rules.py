@@ -15,7 +15,7 @@ from torch import nn
 from capd_client.config import watch_arguments
 from capd_client.config.settings import ClientConfig
 from capd_client.errors import ConfigError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.rules.schema import parse_rules
 from capd_client.steps import shared_rules
 from capd_client.steps.shared_rules import shared_rules_of
@@ -227,7 +227,7 @@ def test_what_cannot_be_meant_is_one_warning_and_an_error_when_strict(
     select: Any,
     said: str,
 ) -> None:
-    monkeypatch.setattr(watch_arguments, "_notices", Notices())
+    monkeypatch.setattr(watch_arguments, "_notices", RateLimitedLog())
     model = MLP()
     watch(model, select=select)
 
@@ -297,7 +297,7 @@ def test_a_rank_that_is_left_out_is_told_so(
     when: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(watch_arguments, "_notices", Notices())
+    monkeypatch.setattr(watch_arguments, "_notices", RateLimitedLog())
     sink.begin_at(environ={"RANK": "1", "WORLD_SIZE": "4"})
     configured(sink, *rules, ranks=when)
     model = MLP()
@@ -320,8 +320,8 @@ def test_shared_rules_are_to_blame_only_where_no_model_of_the_job_has_what_they_
         caplog.clear()
         return found
 
-    monkeypatch.setattr(watch_arguments, "_notices", Notices())
-    monkeypatch.setattr(shared_rules, "_notices", Notices())
+    monkeypatch.setattr(watch_arguments, "_notices", RateLimitedLog())
+    monkeypatch.setattr(shared_rules, "_notices", RateLimitedLog())
     configured(
         sink,
         {"include": "fc1"},
@@ -348,8 +348,8 @@ def test_shared_rules_are_to_blame_only_where_no_model_of_the_job_has_what_they_
 def test_a_model_of_which_shared_rules_want_nothing_is_said_to_give_none(
     sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_arguments, "_notices", Notices())
-    monkeypatch.setattr(shared_rules, "_notices", Notices())
+    monkeypatch.setattr(watch_arguments, "_notices", RateLimitedLog())
+    monkeypatch.setattr(shared_rules, "_notices", RateLimitedLog())
     configured(sink, {"include": "fc1"}, {"include": "fc2"})
 
     watch(MLP())

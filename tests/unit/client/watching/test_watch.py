@@ -17,7 +17,7 @@ from torch import nn
 from capd_client.config import watch_arguments
 from capd_client.config.settings import ClientConfig
 from capd_client.errors import ConfigError
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.protocol.key import Key
 from capd_client.protocol.kinds import LINEAR
 from capd_client.watching import watch as watch_calls
@@ -35,7 +35,7 @@ def hook_count(model: nn.Module) -> int:
 
 @pytest.fixture(autouse=True)
 def _fresh_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_arguments, "_notices", Notices())
+    monkeypatch.setattr(watch_arguments, "_notices", RateLimitedLog())
 
 
 def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

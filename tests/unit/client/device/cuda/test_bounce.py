@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capd_client.device.cuda.bounce import Bounce
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 
 NBYTES = 64
 
@@ -56,7 +56,7 @@ class Memory:
 
 
 def a_bounce(memory: Memory) -> Bounce:
-    return Bounce(Notices(), nbytes=NBYTES, allocate=memory.allocate)
+    return Bounce(RateLimitedLog(), nbytes=NBYTES, allocate=memory.allocate)
 
 
 @given(st.integers(0, 5 * NBYTES + 3), st.integers(0, 9))
@@ -160,7 +160,7 @@ def test_the_buffers_are_torchs_own_page_locked_memory(monkeypatch: pytest.Monke
         return empty(nbytes, dtype=dtype, pin_memory=pin_memory)
 
     monkeypatch.setattr(torch, "empty", counted)
-    stream, bounce = Stream(), Bounce(Notices())
+    stream, bounce = Stream(), Bounce(RateLimitedLog())
     source, host = torch.ones(10, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8)
     done = bounce.bring(source, host, stream.fetch, stream.wait)
     stream.close()

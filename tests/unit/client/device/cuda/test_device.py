@@ -11,7 +11,7 @@ import torch
 from capd_client.device.cuda import runtime
 from capd_client.device.cuda.device import CudaDevice
 from capd_client.device.pieces import Piece
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.session.session import Session
 from tests.kit.client.cuda import FakeStream, Gpus
 from tests.kit.client.device import KEY, AlwaysDevice
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 def made() -> CudaDevice:
-    return CudaDevice(DEVICE, lambda _: 1 << 62, lambda: False, Notices())
+    return CudaDevice(DEVICE, lambda _: 1 << 62, lambda: False, RateLimitedLog())
 
 
 def test_a_fetch_waits_for_all_its_events_on_the_side_stream_and_copies(gpus: Gpus) -> None:

@@ -16,7 +16,7 @@ from capd_client.arena import arena as arena_module
 from capd_client.arena.arena import STEP_NBYTES, Arena
 from capd_client.device.cuda import pinning
 from capd_client.device.cuda.pinning import Pinning
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.session.session import Session
 from tests.kit.client.cuda import Gpus
 from tests.kit.client.peer import Peer, wait_until
@@ -62,7 +62,7 @@ def test_it_is_done_once_in_a_thread_of_its_own_behind_prefaulting(
     monkeypatch: pytest.MonkeyPatch, arena: Arena
 ) -> None:
     driver = Driver(monkeypatch)
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     assert not pin.pinned()
     pin.start(DEVICE)
     pin.start(torch.device("cuda", 0))
@@ -87,7 +87,7 @@ def test_a_failure_is_one_warning_and_nothing_to_undo(
             raise RuntimeError("CUDA driver error: initialization failed")
 
         monkeypatch.setattr(pinning, "pin", broken)
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     wait_until(ended)
 
@@ -104,7 +104,7 @@ def test_leaving_does_not_wait_for_a_lock_that_takes_long_and_it_is_undone_later
     monkeypatch.setattr(pinning, "_JOIN_S", 0.01)
     driver = Driver(monkeypatch)
     driver.go.clear()
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     wait_until(lambda: driver.events)
 
@@ -118,7 +118,7 @@ def test_leaving_does_not_wait_for_a_lock_that_takes_long_and_it_is_undone_later
 def test_closed_before_the_pages_are_there_it_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(1 << 20)  # nobody makes them
     driver = Driver(monkeypatch)
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     pin.close(lambda: (driver.release(), arena.close()))  # type: ignore[func-returns-value]
     assert ended()
@@ -138,7 +138,7 @@ def test_the_lock_follows_the_growth_in_parts_and_is_taken_again_of_fresh_memory
     monkeypatch.setattr(
         pinning, "unpin", lambda address, _: parts.remove(next(p for p in parts if p[0] == address))
     )
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     arena.grow(1)
     wait_until(pin.pinned)
@@ -219,7 +219,7 @@ def test_a_chunk_is_locked_and_used_as_soon_as_its_pages_are_there(
     monkeypatch: pytest.MonkeyPatch, growing: Growing
 ) -> None:
     driver, start = Parts(monkeypatch, growing), growing.start
-    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin = Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(CHUNK + STEP_NBYTES, 3 * CHUNK)
     wait_until(lambda: pin.part_end(start))
@@ -244,7 +244,7 @@ def test_the_first_chunk_is_locked_while_the_pages_of_the_next_are_made(
 ) -> None:
     arena = Arena(2 * STEP_NBYTES)
     driver, make = Parts(monkeypatch, arena), arena._libc.madvise
-    pin = Pinning(arena, Notices(), chunk_nbytes=STEP_NBYTES)
+    pin = Pinning(arena, RateLimitedLog(), chunk_nbytes=STEP_NBYTES)
     locked_by_then: list[bool] = []
 
     def madvise(address: int, nbytes: int, advice: int) -> int:
@@ -263,7 +263,7 @@ def test_the_first_chunk_is_locked_while_the_pages_of_the_next_are_made(
 
 def test_parts_are_undone_in_reverse(monkeypatch: pytest.MonkeyPatch, growing: Growing) -> None:
     driver = Parts(monkeypatch, growing)
-    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin = Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(3 * CHUNK, 3 * CHUNK)
     wait_until(pin.pinned)
@@ -276,7 +276,7 @@ def test_between_two_parts_there_is_a_pause_as_long_as_locking_took_which_leavin
 ) -> None:
     driver = Parts(monkeypatch, growing)
     driver.takes_s = 0.1
-    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin = Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(3 * CHUNK, 3 * CHUNK)
     wait_until(pin.pinned)
@@ -285,7 +285,7 @@ def test_between_two_parts_there_is_a_pause_as_long_as_locking_took_which_leavin
     pin.close(lambda: None)
     assert ended()
 
-    driver.takes_s, pin = 0.5, Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    driver.takes_s, pin = 0.5, Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     wait_until(lambda: pin.part_end(growing.start))
     started = time.monotonic()
@@ -299,7 +299,7 @@ def test_a_chunk_that_the_driver_refuses_is_one_notice_and_what_is_locked_stays_
 ) -> None:
     driver, start = Parts(monkeypatch, growing), growing.start
     driver.refused = CHUNK
-    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin = Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(3 * CHUNK, 3 * CHUNK)
     wait_until(lambda: "only the first 64 MiB of the arena are pinned" in caplog.text)
@@ -325,7 +325,7 @@ def test_a_chunk_that_the_driver_refuses_is_one_notice_and_what_is_locked_stays_
 def test_no_part_is_as_large_as_two_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Growing(5 << 30)
     driver = Parts(monkeypatch, arena)
-    pin = Pinning(arena, Notices(), chunk_nbytes=4 << 30)
+    pin = Pinning(arena, RateLimitedLog(), chunk_nbytes=4 << 30)
     pin.start(DEVICE)
     arena.have(5 << 30, 5 << 30)
     wait_until(lambda: pin.part_end(arena.start + (4 << 30)))
@@ -338,7 +338,7 @@ def test_what_an_error_left_unlocked_is_locked_again(
     monkeypatch: pytest.MonkeyPatch, growing: Growing
 ) -> None:
     driver = Parts(monkeypatch, growing)
-    pin = Pinning(growing, Notices(), chunk_nbytes=CHUNK)
+    pin = Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     growing.have(CHUNK, CHUNK)
     wait_until(pin.pinned)
@@ -354,7 +354,7 @@ def test_what_is_being_locked_is_not_unlocked_meanwhile(
 ) -> None:
     driver = Driver(monkeypatch)
     driver.go.clear()
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     wait_until(lambda: driver.events)
     with pin.lifted() as lifted:
@@ -412,7 +412,7 @@ def test_a_page_lock_that_cannot_be_undone_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, gpus: Gpus, arena: Arena
 ) -> None:
     """After a device error every call may raise, and that error is the job's to tell."""
-    pin = Pinning(arena, Notices())
+    pin = Pinning(arena, RateLimitedLog())
     pin.start(DEVICE)
     wait_until(pin.pinned)
 

@@ -15,7 +15,7 @@ from capd_client.device.cuda.device import CudaDevice
 from capd_client.device.cuda.raw_calls import DEVICE_TO_DEVICE, DEVICE_TO_HOST, RawCalls, find_raw_calls
 from capd_client.device.pieces import Piece
 from capd_client.device.ring import RingMemory
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from tests.kit.client.cuda import Gpus
 
 DEVICE = torch.device("cuda", 1)
@@ -81,7 +81,7 @@ def runtime(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def made(busy: Callable[[], bool] = lambda: False, *, raw: bool = True) -> CudaDevice:
     """A device whose pump has begun, on another thread than this one."""
-    device = CudaDevice(DEVICE, lambda _: 1 << 62, busy, Notices(), raw=raw)
+    device = CudaDevice(DEVICE, lambda _: 1 << 62, busy, RateLimitedLog(), raw=raw)
     assert not device.can_issue()  # nothing is tried on the thread that sets it up
     pump = threading.Thread(target=device.enter_thread)
     pump.start()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from capd_client.integrations.counters import patches
-from capd_client.process.log import Notices
+from capd_client.process.log import RateLimitedLog
 from capd_client.steps import clock
 from capd_client.watching.attach import WatchHandle
 from capd_client.watching.watch import watch
@@ -91,8 +91,8 @@ class Engine(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(patches, "_notices", Notices())
-    monkeypatch.setattr(clock, "_notices", Notices())
+    monkeypatch.setattr(patches, "_notices", RateLimitedLog())
+    monkeypatch.setattr(clock, "_notices", RateLimitedLog())
     yield
     assert not clock._counters
     assert not patches._adopted
