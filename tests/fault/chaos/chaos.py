@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.fault.chaos.chaos_rank import RANKS
 from tests.fault.kit.load import Gone
 from tests.fault.kit.site import Site
-from tests.kit.processes import until
+from tests.kit.processes import live_stats, until
 
 __all__ = ["Chaos", "Life", "Usage"]
 
@@ -118,6 +118,8 @@ class Chaos:
         while self._later or self._away_since is not None:
             self._look()
             threading.Event().wait(TICK_S)
+        # A rank whose last try to connect failed leaves without a wait, so one that starts late must be there first.
+        until(lambda: {life.process.pid for life in self.alive()} <= self._connected(), START_S)
         self._stop_file.touch()
         for life in self.alive():
             assert life.process.wait(LEAVE_S) == 0, life.said.read_text()
@@ -264,6 +266,10 @@ class Chaos:
     def _daemon_pid(self) -> int:
         assert self.site.process is not None
         return self.site.process.pid
+
+    def _connected(self) -> set[int]:
+        sessions = live_stats(f"unix:{self.site.socket}")["sessions"]
+        return {session["pid"] for session in sessions if session["connected"]}
 
     def _gone(self) -> None:
         if self._away_since is None:
