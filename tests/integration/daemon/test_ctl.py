@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.integration.daemon.train_job import MICRO_BATCHES, TENSORS, WATCHED
 from tests.kit import daemon as daemon_kit
 from tests.kit import forking
 from tests.kit.processes import Daemon, Rank, StartRank, live_stats, until
+from tests.kit.store.cli import Result
 
 TRAIN_JOB = (sys.executable, str(Path(__file__).with_name("train_job.py")))
 COMPILED_JOB = str(Path(__file__).with_name("compiled_job.py"))
@@ -30,18 +30,6 @@ WAYS = ("eager", "whole", "blocks")  # of being compiled; rank n is WAYS[n]
 # For ranks that are asked whether they are connected: on a busy machine three pings may take longer than a second.
 PATIENT = {"CAPD_PING_S": "5", "CAPD_EXIT_TIMEOUT_S": "90"}
 Record = tuple[int, str, str, int, int]  # rank, module, tensor_name, iteration, micro_batch
-
-
-class Result(NamedTuple):
-    """How a `capd ctl` ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 Ctl = Callable[..., Result]
