@@ -27,7 +27,7 @@ SEED_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
 
-# Two processes of tests and their jobs share the cores. Threads of OpenMP that wait for each other would burn them.
+# Three processes of tests and their jobs share the cores. Threads of OpenMP that wait for each other would burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that starts the suite in the background leaves SIGINT ignored, and nohup SIGHUP: every process a test starts

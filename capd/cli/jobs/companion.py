@@ -162,15 +162,14 @@ def start(store: Path, run_id: str | None, config: Path | None) -> Companion:
     settings = load_daemon_settings({"store": store, "run_id": run_id}, path=config)
     companion = Companion("", run_id, store, stop_s=settings.shutdown_timeout_s + STOP_MARGIN_S)
     try:
-        # A signal between the creation of the directory and its assignment would leave the directory.
+        # A signal before the assignments would leave a directory or a daemon that nobody ends.
         with signals_put_off(_ENDING):
             companion.directory = _socket_directory()
-        companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
-        command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
-        command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
-        command += ["--config", str(config)] if config else []
-        # The daemon gets its own session: the terminal's Ctrl-C is for the job, and the daemon drains after it.
-        with signals_put_off(_ENDING):
+            companion.endpoint = f"unix:{companion.directory / _SOCKET_NAME}"
+            command = [sys.executable, "-m", "capd", "serve", "--quiet", "--parent", str(os.getpid())]
+            command += ["--store", str(store), "--endpoint", companion.endpoint, "--run-id", run_id]
+            command += ["--config", str(config)] if config else []
+            # The daemon gets its own session: the terminal's Ctrl-C is for the job, and the daemon drains after it.
             companion.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         _wait_ready(companion, companion.process)
     except BaseException:
