@@ -175,7 +175,8 @@ class _Server:
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """Returns the process number of a new job, a child of this process."""
-        with self._connection() as connection, _adopting():
+        # The server reads one request at a time: a connection that waits for its turn would hold up the one before it.
+        with _adopting(), self._connection() as connection:
             stand_in.send(connection, descriptors, **request)
             with connection.makefile() as lines:
                 answer = json.loads(lines.readline() or "{}")
