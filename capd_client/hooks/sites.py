@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Protocol
 
 from torch import Tensor, nn
 
@@ -11,6 +11,7 @@ from capd_client.protocol.kinds import Kind
 
 __all__ = [
     "Attributes",
+    "Patched",
     "QuantisedState",
     "Site",
     "operands_of",
@@ -26,6 +27,18 @@ class QuantisedState(NamedTuple):
 
     tensors: dict[str, Tensor]
     attributes: dict[str, Any]
+
+
+class Patched(Protocol):
+    """A function whose calls are products (`hooks/function_sites.py`)."""
+
+    role: str
+
+    def install(self, tensors: frozenset[str]) -> None:
+        """Patch the function for one more tap, which captures these tensors."""
+
+    def uninstall(self) -> None:
+        """Undo one `install`."""
 
 
 class Site(NamedTuple):
@@ -53,7 +66,7 @@ class Site(NamedTuple):
     module: nn.Module
     kind: Kind
     arguments: tuple[str, ...] = ()
-    function: Any = None
+    function: Optional[Patched] = None
     suffix: str = ""
     instead_of: tuple[str, ...] = ()
     role: str = ""

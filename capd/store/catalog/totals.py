@@ -11,7 +11,7 @@ from capd.store.catalog.rows import CATALOG_NAME, SeriesRow
 from capd.store.format.dtypes import is_statistics
 from capd.store.format.log_places import LOG_GLOB
 
-__all__ = ["Held", "beside_nbytes", "held_by"]
+__all__ = ["Held", "held_by", "log_and_catalog_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def held_by(rows: Iterable[SeriesRow]) -> Held:
     )
 
 
-def beside_nbytes(spool: Path) -> int:
+def log_and_catalog_nbytes(spool: Path) -> int:
     """Return the bytes of the small-record logs and of the catalog."""
     total = 0
     for path in [*spool.glob(LOG_GLOB), *spool.parent.glob(f"{CATALOG_NAME}*")]:

@@ -16,7 +16,7 @@ import msgspec
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog.rows import SeriesRow, SessionRow
-from capd.store.catalog.totals import Held, beside_nbytes, held_by
+from capd.store.catalog.totals import Held, held_by, log_and_catalog_nbytes
 from capd.store.catalog.writer import new_row
 from capd.store.disk.layout import Layout, partial_path, shard_path
 from capd.store.disk.open_files import LostWrites, OpenFiles
@@ -271,9 +271,9 @@ class RunStore:
         """Return the totals of this node's part of the run. May be called from any thread."""
         return held_by(series.row for series in list(self._series.values()))
 
-    def beside_nbytes(self) -> int:
+    def log_and_catalog_nbytes(self) -> int:
         """Return the bytes of the run's other files: small-record logs and the catalog."""
-        return beside_nbytes(self._layout.spool)
+        return log_and_catalog_nbytes(self._layout.spool)
 
     @property
     def unsealed_series(self) -> int:
