@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -34,6 +35,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # would inherit that and never see its Ctrl-C, or the end of its terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# What is collected lives as long as the run. Collections of garbage would look at all of it again and again.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not the tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 hypothesis.settings.register_profile(
     "capd",
