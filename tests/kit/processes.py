@@ -178,6 +178,7 @@ class Rank(Told):
         *,
         run_id: str = "run",
         command: tuple[str, ...] = (sys.executable, str(RANK_JOB)),
+        imports: str = "",
         **environment: str,
     ) -> None:
         env = {
@@ -194,7 +195,7 @@ class Rank(Told):
         }
         self.rank = rank
         self.process = forking.popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+            command, imports=imports, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
 
     def leave(self) -> None:

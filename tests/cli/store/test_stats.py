@@ -17,6 +17,7 @@ import pytest
 from capd.cli.store.counters import Counters
 from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
+from tests.kit import forking
 from tests.kit.store.cli import Result, StoreWriter, linear_key, session_row
 
 Capd = Callable[..., Result]
@@ -106,12 +107,12 @@ class Live:
 def live(tmp_path: Path, runtime_dir: Path, wait_until: WaitUntil) -> Iterator[Live]:
     store, socket = tmp_path / "captures", runtime_dir / "capd" / "capd.sock"
     command = [sys.executable, "-m", "capd", "serve", "--store", str(store), "--run-id", "live"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as daemon:
+    with forking.popen(command, stderr=subprocess.DEVNULL) as daemon:
         try:
             wait_until(socket.exists, what="the daemon's socket")
             environ = {**os.environ, "CAPD_ENDPOINT": f"unix:{socket}", "CAPD_EXIT_TIMEOUT_S": "1"}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            with subprocess.Popen([sys.executable, "-c", JOB], env=environ, **pipes) as job:  # type: ignore[call-overload]
+            with forking.popen([sys.executable, "-c", JOB], env=environ, **pipes) as job:
                 assert job.stdout.readline() == b"ready\n"
                 yield Live(daemon, store)
         finally:
@@ -132,7 +133,7 @@ def test_live_counters_and_a_watch_that_outlives_the_daemon(
     assert capd("stats", "--run", "other", "--json").code == 1
 
     watch = [sys.executable, "-m", "capd", "stats", "--watch", "--interval", "0.1"]
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with forking.popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert "offered=6 committed=5 in_flight=0 dropped=1" in process.stdout.readline()
@@ -148,7 +149,7 @@ def test_on_a_terminal_the_watch_refreshes_in_place(second: Path) -> None:
     terminal, side = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     watch = [sys.executable, "-m", "capd", "stats", str(second), "--watch", "--interval", "0.1"]
-    with subprocess.Popen(watch, stdin=side, stdout=side, stderr=side, env=environ) as process:
+    with forking.popen(watch, stdin=side, stdout=side, stderr=side, env=environ) as process:
         os.close(side)
         seen = b""
         while seen.count(b"committed") < 2:

@@ -52,7 +52,9 @@ def ctl(daemon: Daemon) -> Ctl:
 @pytest.fixture
 def ranks(start_rank: StartRank, ctl: Ctl) -> list[Rank]:
     """Two ranks of one job, connected and ready to train."""
-    started = [start_rank(number, command=TRAIN_JOB, **PATIENT) for number in range(2)]
+    started = [
+        start_rank(number, command=TRAIN_JOB, imports=forking.TRAINING, **PATIENT) for number in range(2)
+    ]
     assert [rank.hear() for rank in started] == ["ready", "ready"]
     until(lambda: len(connected(ctl)) == 2)
     return started
@@ -131,7 +133,7 @@ def leave(ranks: Iterable[Rank]) -> None:
 
 def plain_losses(rank: int, steps: int, job: tuple[str, ...] = TRAIN_JOB) -> list[Any]:
     """What the same job computes without capd."""
-    plain = Rank("off", rank, command=job)
+    plain = Rank("off", rank, command=job, imports=forking.TRAINING)
     try:
         assert plain.hear() == "ready"
         plain.ask(f"train {steps}")
@@ -286,7 +288,7 @@ def test_a_rank_that_comes_later_does_not_begin_to_capture(
 ) -> None:
     train(ranks[:1], 1)
     order(ctl, ranks, "stop", "--at", "1", steps=2)
-    later = start_rank(2, command=TRAIN_JOB)
+    later = start_rank(2, command=TRAIN_JOB, imports=forking.TRAINING)
     assert later.hear() == "ready"
     until(lambda: [rank["received"] for rank in status(ctl)] == [True] * 3)
     train([later], 2)
@@ -307,7 +309,7 @@ def test_a_daemon_started_anew_learns_from_its_ranks_and_tells_the_others(
     train(ranks, 1)
     daemon.start()
     until(lambda: [rank["since"] for rank in connected(ctl)] == [1, 1])
-    later = start_rank(2, command=TRAIN_JOB)
+    later = start_rank(2, command=TRAIN_JOB, imports=forking.TRAINING)
     assert later.hear() == "ready"
     until(lambda: [rank["received"] for rank in status(ctl)] == [True] * 3)
     train([later], 1)
@@ -320,6 +322,7 @@ def test_a_daemon_started_anew_learns_from_its_ranks_and_tells_the_others(
     assert records(daemon)[0] == wanted
 
 
+@pytest.mark.slow
 def test_status_says_how_each_rank_is_steered(daemon: Daemon, ranks: list[Rank], ctl: Ctl) -> None:
     before = status(ctl)
     assert [rank["rank"] for rank in before] == [0, 1]
@@ -343,6 +346,7 @@ def test_status_says_how_each_rank_is_steered(daemon: Daemon, ranks: list[Rank],
     leave(ranks)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said_with_its_exit_code(
     daemon: Daemon, ranks: list[Rank], ctl: Ctl, start_rank: StartRank
 ) -> None:

@@ -205,7 +205,9 @@ def test_the_summary_of_capd_run_says_which_limit_refused(disk: Path, runtime_di
         "-c",
         JOB,
     ]
-    done = forking.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    done = forking.run(
+        command, env=environ, capture_output=True, text=True, timeout=90, check=False, inner=forking.TORCH
+    )
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stderr.splitlines() if "were dropped:" in line]
     assert re.search(

@@ -103,6 +103,7 @@ class Job:
         }
         self.process = forking.popen(
             [sys.executable, str(script), str(STEPS), daemon],
+            imports=forking.TRAINING,
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -163,6 +164,7 @@ def test_training_waits_for_no_daemon_that_is_stopped(daemon: Daemon, tmp_path: 
         assert session["committed"] == end["counters"]["committed"]
 
 
+@pytest.mark.slow
 def test_training_waits_for_no_slow_disk(daemon: Daemon, tmp_path: Path) -> None:
     """Each write takes a third of a second."""
     needs_strace()

@@ -32,7 +32,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = [sys.executable, "-m", "tests.integration.quantised.native_job", str(directory)]
     done = forking.run(
         [sys.executable, "-m", "capd", "run", "--store", directory, "--run-id", "job", "--", *script],
-        env=environment, capture_output=True, text=True, timeout=180, inner=forking.TORCH,
+        env=environment, capture_output=True, text=True, timeout=180, inner=forking.TRAINING,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return directory

@@ -52,7 +52,8 @@ def ending(daemon: Daemon, notes: Path, how: str, count: int = CAPTURES) -> subp
 def test_a_script_that_ends_by_os_exit_keeps_all_that_it_captured(count: int, tmp_path: Path) -> None:
     notes, store = tmp_path / "notes", tmp_path / "store"
     command = (sys.executable, JOB, str(count), "exit", str(notes))
-    done = capd("run", "--store", str(store), "--run-id", "run", "--", *command, PYTHONPATH=ROOT, RANK="0")
+    run = ("run", "--store", str(store), "--run-id", "run", "--", *command)
+    done = capd(*run, inner=forking.TORCH, PYTHONPATH=ROOT, RANK="0")
 
     assert noted(notes) == list(range(count))
     assert captured_numbers(store / "run.zarr", 0) == noted(notes)
@@ -75,7 +76,7 @@ def test_a_killed_rank_and_one_that_ended_by_itself_are_told_apart(tmp_path: Pat
         store = tmp_path / how
         command = (sys.executable, JOB, "3", how, str(tmp_path / f"{how}.notes"))
         run = ("run", "--store", str(store), "--run-id", "run", "--", *command)
-        done = capd(*run, check=False, PYTHONPATH=ROOT, RANK="5")
+        done = capd(*run, check=False, inner=forking.TORCH, PYTHONPATH=ROOT, RANK="5")
         stats = capd("stats", str(store / "run.zarr"))
         [session] = json.loads(capd("stats", str(store / "run.zarr"), "--json").stdout)["sessions"]
 
@@ -145,6 +146,7 @@ def test_what_was_sent_and_what_was_not_come_together_once_and_in_order(
         assert moments == sorted(moments)
 
 
+@pytest.mark.slow
 def test_the_next_daemon_takes_what_a_rank_kept_for_it(daemon: Daemon, start_rank: StartRank) -> None:
     rank = start_rank()
     rank.ask("capture 0 10")

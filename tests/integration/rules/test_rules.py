@@ -125,6 +125,7 @@ def ranks(way: str, folder: Path, *, world: int = 2, **environment: str) -> list
             [sys.executable, str(JOB), way],
             env={**inherited, **settings, **environment, "RANK": str(rank)},
             cwd=folder,
+            imports=forking.TRAINING,
             capture_output=True,
             text=True,
             timeout=300,

@@ -82,7 +82,13 @@ class Jobs:
             )
             own = ("--store", str(directory / "own"), "--run-id", "plain")  # of a daemon of its own
             futures["plain"] = pool.submit(
-                run, here, "-m", "tests.integration.rules.zero_line_job", "plain", capd=own
+                run,
+                here,
+                "-m",
+                "tests.integration.rules.zero_line_job",
+                "plain",
+                capd=own,
+                inner=forking.TRAINING,
             )
             self.done = {name: future.result() for name, future in futures.items()}
 

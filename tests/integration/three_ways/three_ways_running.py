@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from tests.integration.three_ways import three_ways_compare as compare
 from tests.integration.three_ways.three_ways_table import ROWS
+from tests.kit import forking
 from tests.kit.launching import directories_of
 from tests.kit.paths import REPOSITORY
 
@@ -73,8 +73,9 @@ def _run(directory: Path, names: list[str], packages: str) -> None:
     before = [sys.executable, "-m", "capd", "run", "--store", str(directory), "--config", str(settings), "--"]
 
     def tree(before: list[str], ways: str) -> str:
-        done = subprocess.run(
+        done = forking.run(
             [*before, sys.executable, str(JOB), str(directory), ways, *names],
+            imports="" if before else forking.TRAINING, inner=forking.TRAINING if before else "",
             env=environment, capture_output=True, text=True, timeout=1500,
         )  # fmt: skip
         return done.stdout + done.stderr

@@ -24,6 +24,7 @@ def train(out: Path, at_pause: Callable[[str], None] = lambda _: None, **environ
     path = os.pathsep.join([str(JOB.parents[3]), os.environ.get("PYTHONPATH", "")])
     with forking.popen(
         [sys.executable, str(JOB), str(out), str(ITERATIONS), str(MICRO_BATCHES)],
+        imports=forking.TRAINING,
         env={**inherited, "PYTHONPATH": path, "CAPD_STRICT": "1", **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
