@@ -43,7 +43,7 @@ def test_it_is_drawn_on_a_terminal_and_gone_at_the_end(second: Path, tmp_path: P
     assert shown.endswith(b"\r\x1b[K")
 
 
-@pytest.mark.parametrize("verb", rows(["export", "import"], ["export"]))
+@pytest.mark.parametrize("verb", rows(["export", "import"], []))
 def test_nothing_of_it_is_written_to_a_file(second: Path, tmp_path: Path, verb: str) -> None:
     files = tmp_path / "files"
     export = ["export", str(second), "--out", str(files)]

@@ -63,6 +63,7 @@ def test_a_flipped_bit_is_found_where_it_first_shows(store: Path) -> None:
     assert 0 < changed["identical"] < changed["pairs"]  # what comes before the flipped weight is as it was
 
 
+@pytest.mark.slow
 def test_the_error_of_a_format_is_that_of_the_captured_tensors(store: Path) -> None:
     found = compared(store / "first.zarr", "--formats", "mxfp4", "--tensor", "weight", "--by", "module")
 

@@ -33,6 +33,7 @@ from tests.fault.kit.rounds import failpoint_spec, kill_rounds, prepare_for
 from tests.fault.kit.site import Site, exercise
 from tests.kit.processes import Daemon
 from tests.kit.store.writing import Writer, key
+from tests.kit.tiers import rows
 
 RECORDS = 48
 FLIPS = 12
@@ -142,7 +143,7 @@ def test_the_checker_finds(damage, finding: str, tmp_path: Path) -> None:  # typ
 # The slice
 
 
-@pytest.mark.parametrize("durability", ["buffered", "durable"])
+@pytest.mark.parametrize("durability", rows(["buffered", "durable"], ["durable"]))
 def test_kills_at_random_moments_lose_nothing(durability: str, site: Site) -> None:
     site.options = ("--durability", durability)
     kill_rounds(site, [site.rank(0), site.rank(1)], 3, random.Random(durability))
@@ -154,7 +155,9 @@ def test_ends_of_ranks_lose_nothing_that_was_captured(daemon: Daemon, tmp_path: 
     end_ranks(daemon, tmp_path, random.Random("slice of ends"), ENDS)
 
 
-@pytest.mark.parametrize("name", ["seal.after_rename", "log.after_write", "recover.after_logs"])
+@pytest.mark.parametrize(
+    "name", rows(["seal.after_rename", "log.after_write", "recover.after_logs"], ["log.after_write"])
+)
 def test_a_kill_at_a_step_of_the_protocol_loses_nothing(name: str, site: Site) -> None:
     prepare_for(site, name)
     rank = site.rank(0)

@@ -25,7 +25,7 @@ from tests.kit.tiers import rows
 from tests.property.kit.foreign_stores import BASES, DEEP, GONE, SCRIPTS, TABLES, TEXTS, Change, build, change
 
 EXAMPLES = int(os.environ.get("CAPD_FUZZ_EXAMPLES", "2000"))
-SLICE = 6
+SLICE = 3
 PHASES = (Phase.explicit, Phase.generate)  # an example is one or two changes: nothing to shrink
 
 numbers = st.sampled_from(
@@ -136,12 +136,12 @@ def test_the_unchanged_stores_are_sound(reading: Reading) -> None:
         assert {name: answer["code"] for name, answer in found["answers"].items() if answer["code"]} == {}
 
 
-@pytest.mark.parametrize("script", rows(range(len(SCRIPTS)), [0, 2]))
+@pytest.mark.parametrize("script", rows(range(len(SCRIPTS)), [0]))
 def test_a_catalog_with_other_tables_gives_an_answer_or_a_clear_error(reading: Reading, script: int) -> None:
     reading.hold("sealed", [("script", script)])
 
 
-@pytest.mark.parametrize("how", rows(TEXTS, ["missing", "truncated", "a pipe", "huge"]))
+@pytest.mark.parametrize("how", rows(TEXTS, ["a pipe"]))
 def test_whatever_stands_where_a_document_belongs_is_answered(reading: Reading, how: str) -> None:
     for document in (-1, -2, -3):
         reading.hold("sealed", [("document", document, how)])

@@ -22,7 +22,7 @@ SETTINGS = settings(
 def test_no_sequence_of_work_and_faults_breaks_a_promise() -> None:
     """The same sequences every time; a failure is printed as it is, because shrinking takes minutes."""
     some = settings(
-        SETTINGS, max_examples=20, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+        SETTINGS, max_examples=10, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
     )
     run_state_machine_as_test(StoreMachine, settings=some)
 

@@ -70,5 +70,6 @@ def test_a_worse_path_leaves_the_link_idle() -> None:
     assert with_less_ahead + 0.05 < by_the_pump < 0.9
 
 
+@pytest.mark.slow
 def test_what_training_threads_issue_is_their_time() -> None:
     assert one("")[1] > one("transfers.ISSUE_NBYTES = 1 << 40")[1]

@@ -56,6 +56,7 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     state = tmp_path / "state"
     first = run("--quick", "--state", state, "--only", "fact-machine", "fact-border")
@@ -137,6 +138,7 @@ def test_a_step_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
     assert again.stdout.startswith("fact-machine: done"), again.stdout
 
 
+@pytest.mark.slow
 def test_without_capds_packages_it_says_what_to_bring_and_runs_what_needs_torch_alone(tmp_path: Path) -> None:
     bare = "sys.modules['msgspec'] = sys.modules['zarr'] = None"
     steps = ("fact-machine", "fact-rows", "numbers-memory")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "zarr", "pandas", "xarray", "dask", "matplotlib")
 
 
@@ -46,6 +48,7 @@ def test_the_client_needs_none_of_the_daemons_packages() -> None:
     assert loaded_by(code, ("zarr", "numcodecs", "pydantic", "typer", "capd")) == []
 
 
+@pytest.mark.slow
 def test_statistics_in_the_rank_load_no_compiler_until_they_are_prepared() -> None:
     code = "import capd_client.session.session, capd_client.devstats; capd_client.devstats.fill_row"
 

@@ -49,6 +49,7 @@ def test_a_name_that_ends_in_html_is_one_file(capd: Capd, store: Path, tmp_path:
     assert len(data["series"]) == 2
 
 
+@pytest.mark.slow
 def test_a_directory_has_the_same_page_beside_its_files(capd: Capd, store: Path, tmp_path: Path) -> None:
     assert capd("report", store, "-o", tmp_path / "all", "--json").code == 0
     assert capd("report", store, "-o", tmp_path / "one.html").code == 0

@@ -145,6 +145,7 @@ def test_several_pages_are_numbered_files(capd: Capd, run: Path, tmp_path: Path)
     assert not (tmp_path / "map_1.png").exists()
 
 
+@pytest.mark.slow
 def test_stored_statistics_are_enough_where_no_element_is_drawn(
     capd: Capd, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_views_that_grow_64_times_take_no_more_memory_than_their_files(capd: Cap
     assert [float(series.torch(place)[63, -1]) for place in range(24)] == list(range(24))
 
 
+@pytest.mark.slow
 def test_an_import_killed_at_any_moment_loses_nothing_and_doubles_nothing(capd: Capd, tmp_path: Path) -> None:
     logs, run = tmp_path / "logs", tmp_path / "store" / "logs.zarr"
     expected: dict[str, list[torch.Tensor]] = {"input": [], "output": [], "weight": []}

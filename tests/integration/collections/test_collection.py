@@ -483,6 +483,7 @@ def test_jobs_that_capture_nothing_are_told_why_and_warned_about_their_places(tm
     assert done.stdout.splitlines()[1].split()[:2] == ["bf16", "nothing"]
 
 
+@pytest.mark.slow
 def test_tensor_savers_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

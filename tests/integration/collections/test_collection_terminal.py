@@ -68,6 +68,7 @@ def hanging(tmp_path: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_ends_the_job_gently_and_names_the_type(tmp_path: Path) -> None:
     command = arguments(
         "--mode", "single", "--control-iter", "9", "--run-id", "r", job=(*JOB, "--hang", "mxfp8")

@@ -157,6 +157,7 @@ def test_a_report_that_cannot_be_written_makes_1_of_0_and_keeps_the_run(tmp_path
     assert sum(len(series) for series in capd_package.open(tmp_path / "store" / "r.zarr").series)
 
 
+@pytest.mark.slow
 def test_what_cannot_become_a_report_is_refused_before_the_job_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "other").mkdir()

@@ -18,6 +18,7 @@ from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, stored_payloads, wait_for
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import command_line
+from tests.kit.tiers import rows
 
 HERE = str(REPOSITORY)
 CAPTURING_JOB = f"""
@@ -121,7 +122,7 @@ def test_capture_off_runs_the_job_without_a_daemon(tmp_path: Path) -> None:
     assert not (tmp_path / "captures").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", rows([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_signals_reach_the_job_and_the_store_is_still_sealed(tmp_path: Path, number: signal.Signals) -> None:
     script = textwrap.dedent(CAPTURING_JOB) + textwrap.dedent("""
         import signal, time

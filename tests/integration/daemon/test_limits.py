@@ -141,7 +141,7 @@ WITHOUT = """
 """
 
 
-@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("means", rows(MEANS, ["files", "memory for the arena", "threads"]))
 def test_a_rank_without_the_means_to_capture_trains_on_and_says_so_once(
     means: str, tmp_path: Path, runtime_dir: Path
 ) -> None:

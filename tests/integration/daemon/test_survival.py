@@ -52,6 +52,7 @@ def test_daemon_killed_in_mid_run_loses_and_repeats_nothing(
     assert stats["committed"] == total
 
 
+@pytest.mark.slow
 def test_one_rank_killed_the_other_goes_on_and_nothing_sent_is_lost(
     daemon: Daemon, start_rank: StartRank, run: Path
 ) -> None:

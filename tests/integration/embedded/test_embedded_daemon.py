@@ -115,6 +115,7 @@ def test_a_job_that_starts_while_the_daemon_of_the_one_before_leaves_gets_its_ow
     until(lambda: not daemons_on(store), 20)
 
 
+@pytest.mark.slow
 def test_a_store_that_a_daemon_is_still_leaving_is_waited_for(start_job: StartJob, store: Path) -> None:
     store.mkdir()
     with (store / f".capd-{node_name(None)}.lock").open("w") as lock:
@@ -181,6 +182,7 @@ def test_nodes_that_share_no_name_are_told_how_to(start_job: StartJob, store: Pa
     until(lambda: not daemons_on(store), 20)
 
 
+@pytest.mark.slow
 def test_a_saver_made_by_hand_starts_a_daemon_on_its_own_directory(
     start_job: StartJob, tmp_path: Path
 ) -> None:

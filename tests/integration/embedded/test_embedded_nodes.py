@@ -62,6 +62,7 @@ def check(store: Path, expected: list[tuple[int, int]], runtime_dir: Path) -> No
     assert left_behind(runtime_dir) == []
 
 
+@pytest.mark.slow
 @apart
 def test_each_node_has_one_daemon_and_no_two_ranks_merge(
     ranks: list[Job], tmp_path: Path, runtime_dir: Path

@@ -111,7 +111,11 @@ def test_an_unchanged_script_trains_in_the_format_that_capd_run_names(ranks: int
             ("--quant-type", "mxfp8"), ("--watch",), {}, id="the script watches", marks=pytest.mark.fault
         ),
         pytest.param(
-            (), (), {"CAPD_EMULATE": MXFP8, "CUSTOM_QUANT_TYPE": "mine"}, id="a recipe of one's own"
+            (),
+            (),
+            {"CAPD_EMULATE": MXFP8, "CUSTOM_QUANT_TYPE": "mine"},
+            id="a recipe of one's own",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--quant-type", "mxfp4"),

@@ -31,7 +31,7 @@ CHECKPOINTED = {
     "zero_bubble_non_reentrant": 2,
 }
 """The same of those whose blocks compute their activations twice: a job of its own."""
-QUICK = ("one_f_one_b", "interleaved", "zero_bubble")
+QUICK = ("one_f_one_b", "zero_bubble")
 SCHEDULES = rows((*STAGES, *CHECKPOINTED), QUICK)
 ROUNDS = {"gpipe": 2}
 """Schedule steps per optimizer step, where they are not 1."""

@@ -48,7 +48,7 @@ ON_TWO = (
 )  # fmt: skip
 ON_FOUR = ("fsdp2_tp_reentrant", "fsdp2_tp_non_reentrant", "tp_reentrant", "tp_non_reentrant")
 """As in sharded_job.py, in its order."""
-QUICK = ("ddp", "fsdp2", "fsdp2_compiled", "tp_sequence", "fsdp2_tp")
+QUICK = ("ddp", "fsdp2", "tp_sequence", "fsdp2_tp")
 WAYS = rows((*ON_TWO, *ON_FOUR), QUICK)
 TENSOR_PARALLEL = rows((way for way in (*ON_TWO, *ON_FOUR) if "tp" in way), QUICK)
 

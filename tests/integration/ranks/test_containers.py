@@ -99,6 +99,7 @@ def test_the_death_of_a_rank_whose_pid_means_nothing_here_is_seen_at_once(
     assert captured_numbers(tmp_path / "store" / "run.zarr", 0) == list(range(session["committed"]))
 
 
+@pytest.mark.slow
 @apart
 def test_a_daemon_in_namespaces_of_its_own_serves_ranks_outside(tmp_path: Path, runtime_dir: Path) -> None:
     """The kernel names pid 0 for them: their deaths are seen by their process handles."""

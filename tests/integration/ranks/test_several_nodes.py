@@ -143,6 +143,7 @@ def test_each_node_survives_kills_alone_and_readers_see_one_store(
     assert {session["rank"] for session in counters["sessions"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_one_key_on_two_nodes_becomes_two_variants_that_both_go_on_after_kills(
     start: Start, hand_ranks: list[HandRank], tmp_path: Path
 ) -> None:

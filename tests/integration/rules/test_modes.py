@@ -28,6 +28,7 @@ def stored(daemon: Daemon) -> dict[Moment, tuple[torch.Tensor, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_sample_keeps_whole_calls_by_the_rule_alone(daemon: Daemon, tmp_path: Path) -> None:
     held = job(daemon, tmp_path / "on.pt", CAPD_MODE="sample:1/3")
     plain = train(tmp_path / "off.pt")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import capd as capd_package
 from capd.store.format.statistics import public, summarise
 from tests.kit.jobs.modes import same_bits, train
 from tests.kit.processes import Daemon, capd
 
 
+@pytest.mark.slow
 def test_what_has_no_room_leaves_its_statistics(daemon: Daemon, tmp_path: Path) -> None:
     held = train(
         tmp_path / "on.pt",

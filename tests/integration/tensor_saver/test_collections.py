@@ -125,6 +125,7 @@ def test_whatever_was_typed_beside_it_has_a_line_that_works(megatron: Path) -> N
     assert all(int(count) > 0 for count in looked.stdout.split())
 
 
+@pytest.mark.slow
 def test_what_the_script_does_not_know_is_refused_before_anything_starts(megatron: Path) -> None:
     for words, said in [
         (("batsh",), "batsh is neither a mode"),

@@ -65,6 +65,7 @@ def loaded(directory: Path, pattern: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_loop_over_the_files_runs_where_there_is_no_capd(files: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-I", "-c", WITHOUT_CAPD + blocks()["004-8"]],

@@ -33,11 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest) -> Iterator[Ran]:
-    families = rows_wanted(request, "family")
-    wanted = {
-        *rows_wanted(request, "name", NAMED),
-        *(f"{family}-{way}" for family in families for way in WAYS),
-    }
+    wanted = rows_wanted(request, "name", NAMED)
     with trained([name for name in (*SCENARIOS, *OTHERS) if name in wanted]) as ran:
         yield ran
 
@@ -52,15 +48,9 @@ WAYS = ("grouped_mm", "eager", "batched_mm")
 OTHERS = tuple(
     f"{family}-{way}" for family in FAMILIES for way in WAYS[1:]
 )  # whose records depend on what the router chose
-NAMED = ("sdpa", "tied", "whisper", "trainer-bf16", "mixtral-grouped_mm")
+NAMED = ("sdpa", "tied", "mixtral-grouped_mm")
 """Those that tests name which are about one alone."""
-QUICK = (
-    *NAMED,
-    "eager",
-    "lora",
-    "trainer",
-    "mixtral-eager",
-)
+QUICK = (*NAMED, "trainer")
 every_scenario = pytest.mark.parametrize("name", rows(SCENARIOS, QUICK))
 
 
@@ -144,30 +134,36 @@ def test_the_gradient_of_a_tied_weight_is_that_of_both_its_uses(captured: Read) 
         assert set(touched.nonzero().flatten().tolist()) == set(embedded.tolist())
 
 
-def test_attributes_say_how_attention_lays_its_tensors_out(captured: Read) -> None:
-    attributes = captured("whisper").attributes
+@pytest.mark.parametrize("name", rows(["whisper"], QUICK))
+def test_attributes_say_how_attention_lays_its_tensors_out(name: str, captured: Read) -> None:
+    attributes = captured(name).attributes
 
     for name in ("query", "output", "grad_output"):
         found = attributes["model.decoder.layers.0.encoder_attn", "FA", name]
         assert (found["layout"], found["output_layout"]) == ("bhsd", "bshd")
 
 
-def test_under_autocast_tensors_have_the_dtype_of_the_product(captured: Read) -> None:
+@pytest.mark.parametrize("name", rows(["trainer-bf16"], QUICK))
+def test_under_autocast_tensors_have_the_dtype_of_the_product(name: str, captured: Read) -> None:
     operands = {"input", "weight", "output", "grad_output", "query", "key", "value"}
 
-    for (module, _, name), tensors in captured("trainer-bf16").values.items():
-        if name in operands:
-            assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}, (module, name)
+    for (module, _, operand), tensors in captured(name).values.items():
+        if operand in operands:
+            assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}, (module, operand)
 
 
 BLOCKS = [f"model.layers.{layer}.mlp" for layer in range(LAYERS)]
-every_family = pytest.mark.parametrize("family", rows(FAMILIES, FAMILIES[:1]))
 
 
-@every_family
+def every_family(way: str) -> pytest.MarkDecorator:
+    """The scenarios of all families whose experts are computed in this way."""
+    return pytest.mark.parametrize("name", rows([f"{family}-{way}" for family in FAMILIES], QUICK))
+
+
+@every_family("grouped_mm")
 @pytest.mark.parametrize("block", BLOCKS)
-def test_experts_rows_are_those_that_the_router_sent(block: str, captured: Read, family: str) -> None:
-    held = captured(f"{family}-grouped_mm")
+def test_experts_rows_are_those_that_the_router_sent(block: str, captured: Read, name: str) -> None:
+    held = captured(name)
     moments = held.values[f"{block}.gate", "linear", "output"]
 
     assert [oracle.routed(held, block, at) for at in moments] == [(0.0, 0.0)] * (STEPS * MICRO_BATCHES)
@@ -186,16 +182,16 @@ def test_experts_without_rows_are_recorded_as_such(captured: Read) -> None:
     assert empty > 0
 
 
-@every_family
+@every_family("eager")
 @pytest.mark.parametrize("block", BLOCKS)
-def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read, family: str) -> None:
+def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read, name: str) -> None:
     """One for each expert that got rows, which its metadata names; the rows are those that the router sent it."""
-    held, name = captured(f"{family}-eager"), f"{block}.experts.gate_up_proj"
-    found = {key[2]: values for key, values in held.values.items() if key[0] == name}
+    held, module = captured(name), f"{block}.experts.gate_up_proj"
+    found = {key[2]: values for key, values in held.values.items() if key[0] == module}
     assert "offsets" not in found
     seen: dict[tuple[int, int], set[int]] = {}
     for at, x in found["input"].items():
-        expert = held.metadata[name, "grouped_linear", "input"][at]["expert"]
+        expert = held.metadata[module, "grouped_linear", "input"][at]["expert"]
         weight = found["weight"][at[0], 0, 0][expert]
         router = held.values[f"{block}.gate", "linear", "input"][at[0], at[1], 0]
         sent = oracle.chosen(held, block, (at[0], at[1], 0)) == expert
@@ -209,11 +205,11 @@ def test_an_eager_expert_has_records_of_its_own(block: str, captured: Read, fami
         assert experts == set(oracle.chosen(held, block, (iteration, micro_batch, 0)).flatten().tolist())
 
 
-@every_family
+@every_family("batched_mm")
 @pytest.mark.parametrize("block", BLOCKS)
-def test_batched_experts_compute_the_tokens_choices_in_order(block: str, captured: Read, family: str) -> None:
-    held, name = captured(f"{family}-batched_mm"), f"{block}.experts.down_proj"
-    found = {key[2]: values for key, values in held.values.items() if key[0] == name}
+def test_batched_experts_compute_the_tokens_choices_in_order(block: str, captured: Read, name: str) -> None:
+    held, module = captured(name), f"{block}.experts.down_proj"
+    found = {key[2]: values for key, values in held.values.items() if key[0] == module}
     for at, x in found["input"].items():
         weights = found["weight"][at[0], 0, 0][oracle.chosen(held, block, at).flatten()]
         assert oracle.off(found["output"][at], torch.einsum("si,soi->so", x, weights)) < 1e-6

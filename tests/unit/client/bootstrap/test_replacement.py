@@ -39,7 +39,11 @@ def imported(fork: Path, *before: Path, **environment: str) -> str:
 )
 def test_it_is_capds_where_that_is_asked_for(fork: Path, word: str) -> None:
     assert imported(fork, CAPD_REPLACE_TENSOR_SAVER=word) == CAPDS
-    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER=word, CAPD_WATCH="off") == CAPDS
+
+
+@pytest.mark.slow
+def test_it_is_capds_where_nothing_is_watched(fork: Path) -> None:
+    assert imported(fork, CAPD_REPLACE_TENSOR_SAVER="1", CAPD_WATCH="off") == CAPDS
 
 
 @pytest.mark.parametrize("word", ["", "0", "off"])

@@ -53,6 +53,7 @@ def test_compiled_graphs_compute_the_same_in_one_piece(recipe: dict[str, str], f
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_a_layer_after_the_other_shares_one_graph_and_an_emulation_that_ends_is_noticed() -> None:
     layers = nn.ModuleList(Layer() for _ in range(12))
     graphs: list[Any] = []
@@ -99,6 +100,7 @@ def multihead(x: Tensor, module: nn.Module) -> Tensor:
     return module(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", rows([True, False], [True]), ids=["the first to compile", "a later one"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_products_inside_of_multihead_attention_are_emulated_in_graphs(

@@ -20,6 +20,7 @@ import capd_client
 from capd_client.graph import operators
 from capd_client.protocol.key import Key
 from tests.kit.client.peer import Peer
+from tests.kit.tiers import rows
 
 pytestmark = [  # what torch itself warns of while it compiles, with and without capd
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -40,7 +41,7 @@ def values(peer: Peer, tensor_name: str) -> list[list[float]]:
     return [np.frombuffer(data, np.float32).tolist() for data in peer.data_of(tensor_name)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", rows(["eager", "aot_eager"], ["aot_eager"]))
 def test_every_call_is_captured_and_the_graph_stays_whole(on: Peer, backend: str) -> None:
     counter = CompileCounterWithBackend(backend)
 
@@ -169,7 +170,7 @@ def test_a_number_that_is_captured_stays_a_constant_where_the_job_uses_it(on: Pe
     assert [record.key.layer for record in on.records] == [n for n in range(3) for _ in "yz"] * 4
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", rows([False, True], [True]))
 @pytest.mark.parametrize("captures", ["number", "name"])
 def test_blocks_captured_by_names_of_their_own_never_exceed_the_compilers_limit(
     on: Peer, captures: str, fullgraph: bool, caplog: pytest.LogCaptureFixture
@@ -194,7 +195,10 @@ def test_blocks_captured_by_names_of_their_own_never_exceed_the_compilers_limit(
 
 @pytest.mark.parametrize(
     ("setting", "value", "frames"),
-    [("recompile_limit", 48, 24), ("allow_unspec_int_on_nn_module", True, 3)],
+    rows(
+        [("recompile_limit", 48, 24), ("allow_unspec_int_on_nn_module", True, 3)],
+        [("allow_unspec_int_on_nn_module", True, 3)],
+    ),
     ids=["a higher limit", "numbers as inputs"],
 )
 def test_what_the_warning_names_has_every_block_captured(
@@ -225,7 +229,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("compiled", ["not", "whole", "part"])
+@pytest.mark.parametrize("compiled", rows(["not", "whole", "part"], ["not", "whole"]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpointed_part_is_captured_once(on: Peer, kind: str, compiled: str) -> None:
     """Also where the session begins in it, with the first capture of the process."""
@@ -256,7 +260,7 @@ def test_a_checkpointed_part_is_captured_once(on: Peer, kind: str, compiled: str
 
 
 @pytest.mark.parametrize("inner", [True, False])
-@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("outer", rows([True, False], [True]))
 def test_segments_within_segments_are_captured_once_from_the_first_capture_on(
     on: Peer, outer: bool, inner: bool
 ) -> None:

@@ -220,6 +220,7 @@ def test_blocks_that_are_left_out_do_not_lend_their_graph_to_watched_ones(
     same(sink.captured, expected)
 
 
+@pytest.mark.slow
 def test_where_ddp_splits_the_graph_the_model_trains_and_that_is_said(
     sink: MemorySink, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,8 +240,9 @@ def test_where_ddp_splits_the_graph_the_model_trains_and_that_is_said(
     assert "DDPOptimizer splits it; set torch._dynamo.config.optimize_ddp = False" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", rows(["aot_eager", "inductor"], ["aot_eager"]))
-@pytest.mark.parametrize("way", ["config", "region"])
+@pytest.mark.parametrize("way", rows(["config", "region"], ["region"]))
 def test_with_a_memory_budget_the_model_trains_and_that_is_said(
     sink: MemorySink,
     way: str,
@@ -276,6 +278,7 @@ def test_with_a_memory_budget_the_model_trains_and_that_is_said(
     assert "are not captured" not in caplog.text  # which would advise what does not help
 
 
+@pytest.mark.slow
 def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> None:
     frames = []
     for watched in (False, True):
@@ -295,6 +298,7 @@ def test_a_compiled_optimizer_compiles_as_much_as_without(sink: MemorySink) -> N
     assert {c.moment.iteration for c in sink.captured} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_tensors_without_modes_can_be_handled_inside_compiled_graphs(sink: MemorySink) -> None:
     model = MLP()
     watch(model, tensors=LINEAR.tensors)

@@ -98,7 +98,11 @@ def compiled(call: Callable[[Tensor], Tensor], **how: Any) -> Callable[[Tensor],
     return torch.compile(call, fullgraph=True, **(how or {"mode": "reduce-overhead"}))
 
 
-@pytest.mark.parametrize("how", [{}, {"options": {"triton.cudagraphs": True}}], ids=["mode", "options"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({}, marks=pytest.mark.slow), {"options": {"triton.cudagraphs": True}}],
+    ids=["mode", "options"],
+)
 def test_graphs_are_cut_at_the_taps_of_a_watched_model(on: Peer, cuts: Cuts, how: dict[str, Any]) -> None:
     call = compiled(watched_model(), **how)
 
@@ -180,6 +184,7 @@ def test_what_is_cut_gives_what_it_gives_uncompiled(on: Peer, monkeypatch: pytes
         np.testing.assert_allclose(one, other, rtol=1e-6, strict=True)
 
 
+@pytest.mark.slow
 def test_without_cuda_graphs_the_compiler_is_told_nothing(on: Peer) -> None:
     step(compiled(watched_model(), backend="inductor"))
 
@@ -204,7 +209,7 @@ def cut_nowhere() -> AbstractContextManager[None]:
 @pytest.mark.parametrize(
     ("otherwise", "reason"),
     [
-        (forget_setting, "cannot keep operators out of its CUDA graphs"),
+        pytest.param(forget_setting, "cannot keep operators out of its CUDA graphs", marks=pytest.mark.slow),
         (cut_nowhere, "set torch._inductor.config.graph_partition = True"),
     ],
 )

@@ -29,6 +29,7 @@ from capd_client.watching.watch import watch
 from tests.kit.client.compiled_models import COMPILING, taken
 from tests.kit.client.models import reentrant
 from tests.kit.client.sink import MemorySink
+from tests.kit.tiers import rows
 
 WIDTH = 4
 
@@ -366,7 +367,7 @@ class Blocks(nn.Module):
 class TestCompiled:
     pytestmark = COMPILING
 
-    @pytest.mark.parametrize("distributed", [False, True])
+    @pytest.mark.parametrize("distributed", rows([False, True], [True]))
     def test_multihead_attention_in_a_graph_is_captured_as_outside_of_it(
         self, sink: MemorySink, distributed: bool
     ) -> None:
@@ -407,6 +408,7 @@ class TestCompiled:
             f"{n}.{part}" for n in "01" for part in ("in_proj", "out_proj")
         }
 
+    @pytest.mark.slow
     def test_a_weight_that_changes_its_module_when_it_is_read_is_not_read(self, sink: MemorySink) -> None:
         def trained(model: nn.Module) -> list[Tensor]:
             compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

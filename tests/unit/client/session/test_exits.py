@@ -61,6 +61,7 @@ def test_exec_ends_the_rank_and_leaves_neither_socket_nor_arena_behind(
     assert peer.last_words[1:4] == [PENDING, 0, PENDING]
 
 
+@pytest.mark.slow
 def test_a_program_after_exec_captures_as_a_rank_of_its_own(peer: Peer, job_env: dict[str, str]) -> None:
     done = run(
         """
@@ -181,6 +182,7 @@ def test_what_a_signal_handler_raises_amid_a_line_of_the_log_reaches_the_job(job
     assert (done.returncode, done.stdout) == (0, "reached\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[str, str]) -> None:
     """A time limit must end what it is set for, also where the signal comes in while capd's code runs."""
     done = run(

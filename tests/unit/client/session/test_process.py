@@ -92,6 +92,7 @@ def test_without_a_daemon_a_job_ends_at_once_with_one_warning(job_env: dict[str,
     assert done.stderr.count("the arena of") == 1
 
 
+@pytest.mark.slow
 def test_without_a_daemon_a_flush_is_false_at_once(job_env: dict[str, str]) -> None:
     """One that waited its whole time would outlast the test."""
     done = run(
@@ -296,6 +297,7 @@ def test_a_signal_handler_may_flush_in_the_middle_of_a_capture(peer: Peer, job_e
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_call_capture(peer: Peer, job_env: dict[str, str]) -> None:
     done = run(
         """
@@ -320,7 +322,7 @@ def test_a_compiled_function_may_call_capture(peer: Peer, job_env: dict[str, str
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", rows([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
 def test_the_counter_page_outlives_a_killed_job(number: int, peer: Peer, job_env: dict[str, str]) -> None:
     peer.ack = False
     job = forking.popen(

@@ -337,6 +337,7 @@ def test_a_forked_child_reads_with_threads_of_its_own(run: Writer) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_many_threads_read_one_store(run: Writer) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -107,7 +107,7 @@ def test_what_is_written_twice_is_saved_without_loss(
 
 
 @pytest.mark.parametrize("ruin", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("catalog", ["kept", "lost"])
+@pytest.mark.parametrize("catalog", rows(["kept", "lost"], ["lost"]))
 def test_a_missing_or_empty_shard_costs_its_records(
     run: Path, made: Made, catalog: str, ruin: Callable[[Path], object]
 ) -> None:
@@ -169,7 +169,7 @@ def test_without_its_own_directory_a_run_is_saved_from_its_shards(run: Path, mad
     is_whole(new, made[1])
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", None])
+@pytest.mark.parametrize("content", rows([b"", b"[]", None], [b""]))
 def test_a_run_that_says_no_more_that_it_is_one_is_refused(run: Path, content: bytes | None) -> None:
     (run / "zarr.json").unlink() if content is None else (run / "zarr.json").write_bytes(content)
     before = state(run)
@@ -284,8 +284,8 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("after", [0, 3, 40])
+@pytest.mark.parametrize("number", rows([errno.ENOSPC, errno.EIO], [errno.ENOSPC]))
+@pytest.mark.parametrize("after", rows([0, 3, 40], [3]))
 def test_a_disk_that_fails_leaves_nothing_half_made(
     run: Path, tmp_path: Path, after: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_twenty_thousand_series_on_few_descriptors(tmp_path: Path, few_descripto
     assert not list(writer.run.glob(".capd/node=n0/spool/*"))
 
 
+@pytest.mark.slow
 def test_many_open_shards_on_few_descriptors(tmp_path: Path, few_descriptors: None) -> None:
     writer = Writer(tmp_path, open_files=8)
     for turn in range(2):

@@ -25,6 +25,7 @@ from capd.store.verify.run import verify_run
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Key
 from capd_client.protocol.statistics_row import ROW_FIELDS, ROW_NBYTES, ROW_VALUES
+from tests.kit import tiers
 from tests.kit.store.damaging import flip, frames, image, spool
 from tests.kit.store.reading import published_rows
 from tests.kit.store.repairing import repaired
@@ -112,6 +113,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
     return statistics.writer.run, statistics.expected
 
 
+@pytest.mark.slow
 def test_every_dtype_and_shape_comes_back_beside_tensors_of_the_same_key(tmp_path: Path) -> None:
     statistics = Statistics(Writer(tmp_path))
     for dtype in ITEM_NBYTES:
@@ -217,7 +219,7 @@ def test_statistics_that_the_rank_computed_are_not_computed_again(
     assert np.array_equal(both.numpy(0), bits)
 
 
-@pytest.mark.parametrize("catalog", ["kept", "lost", "damaged"])
+@pytest.mark.parametrize("catalog", tiers.rows(["kept", "lost", "damaged"], ["kept"]))
 def test_a_killed_writer_loses_no_statistics(tmp_path: Path, catalog: str) -> None:
     first = Statistics(Writer(tmp_path / "a"))
     first.put_some(0, 250)  # some stand in an open shard, some in the log
@@ -247,6 +249,7 @@ def test_a_killed_writer_loses_no_statistics(tmp_path: Path, catalog: str) -> No
     assert verify_run(run).damaged == []
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_repair_keeps_the_rest(made: tuple[Path, Expected], tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
     shutil.copytree(made[0], run)

@@ -204,6 +204,7 @@ def test_without_a_stream_of_its_own_it_is_one_of_torchs_and_why_is_logged(
     assert reason in caplog.text
 
 
+@pytest.mark.slow
 def test_every_mapped_runtime_is_found_whatever_its_name_ends_with(tmp_path: Path) -> None:
     """Two real libraries under the names that wheels and toolkits use, one of them deleted after it was mapped."""
     code = """
