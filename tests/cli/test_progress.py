@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from capd.cli.progress import Progress
-from tests.kit.tiers import rows
 
 
 def test_the_bar_says_how_far_it_is_and_how_fast() -> None:
@@ -43,7 +42,8 @@ def test_it_is_drawn_on_a_terminal_and_gone_at_the_end(second: Path, tmp_path: P
     assert shown.endswith(b"\r\x1b[K")
 
 
-@pytest.mark.parametrize("verb", rows(["export", "import"], []))
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["export", "import"])
 def test_nothing_of_it_is_written_to_a_file(second: Path, tmp_path: Path, verb: str) -> None:
     files = tmp_path / "files"
     export = ["export", str(second), "--out", str(files)]

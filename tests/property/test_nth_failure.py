@@ -8,7 +8,6 @@ from typing import Literal
 
 import pytest
 
-from tests.kit.tiers import rows
 from tests.property.kit.faulty_files import Fault
 from tests.property.kit.store_driver import Crash
 from tests.property.kit.store_machine import StoreMachine
@@ -17,8 +16,9 @@ LARGEST = 200
 BATCH = [(3, 0, 0, False), (3, 1, 0, False), (4, 0, 1, False), (4, 1, 1, False), (0, 0, 0, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evict", [pytest.param(False, marks=pytest.mark.fault), True])
-@pytest.mark.parametrize("kind", rows(["sync", "write", "rename"], []))
+@pytest.mark.parametrize("kind", ["sync", "write", "rename"])
 def test_one_failed_operation_costs_a_durable_store_nothing_it_acknowledged(
     kind: Literal["sync", "write", "rename"], evict: bool
 ) -> None:
