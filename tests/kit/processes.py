@@ -189,7 +189,7 @@ class Rank(Told):
             "LOCAL_RANK": str(rank),
             "CAPD_ARENA_BYTES": str(32 << 20),
             "CAPD_POLICY": "block",
-            "CAPD_PING_S": "0.3",
+            "CAPD_PING_S": "1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
             **environment,
         }

@@ -50,6 +50,7 @@ from tests.kit.algebra import (
 from tests.kit.expected import Expected
 from tests.kit.paths import REPOSITORY
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole job
 RANKS = 2
 SIZE = HIDDEN // HEADS
 GROUPED = "grouped"  # up to 0.16
