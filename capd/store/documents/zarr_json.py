@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,14 +101,10 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 @cache
 def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, str]:
     """Return the zarr.json of an array as two parts: the text before and after its shape."""
-    import zarr
-    from zarr.storage import MemoryStore
-
-    store = MemoryStore()
     stored = stored_type(dtype).stored
     batches = (geometry.batch, *geometry.chunk)
-    zarr.create_array(
-        store,
+    files = _files_of(
+        ["zarr.json"],
         shape=(0, *geometry.extents),
         dtype=stored,
         chunks=batches,
@@ -117,7 +114,7 @@ def _array_template(codec: str, dtype: str, geometry: Geometry) -> tuple[str, st
         fill_value=0,
         dimension_names=("record", *(f"dim_{axis}" for axis in range(len(geometry.extents)))),
     )
-    document = json.loads(_bytes_of(store, "zarr.json"))
+    document = json.loads(files["zarr.json"])
     before, after = json.dumps(document | {"shape": _SHAPE_HERE}, indent=2).split(json.dumps(_SHAPE_HERE))
     return before, after
 
@@ -166,14 +163,14 @@ def table_document(ndim: int) -> dict[str, Any]:
 
 def table_files(columns: Columns) -> dict[str, bytes]:
     """Return the files of the `moments` array: its zarr.json, and its chunks from the first available row on."""
-    import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
-    from zarr.storage import MemoryStore
 
     names_, table = columns.table()
-    store = MemoryStore()
-    array = zarr.create_array(
-        store,
+    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
+    return _files_of(
+        ["zarr.json", *(f"c/{chunk}/0" for chunk in chunks)],
+        table,
+        columns.first,
         shape=(len(columns), table.shape[1]),
         chunks=(TABLE_ROWS, table.shape[1]),
         dtype="int64",
@@ -182,12 +179,23 @@ def table_files(columns: Columns) -> dict[str, bytes]:
         attributes={"columns": names_},
         dimension_names=("moment", "column"),
     )
-    array[columns.first :] = table
-    chunks = range(columns.first // TABLE_ROWS, (len(columns) - 1) // TABLE_ROWS + 1)
-    return {name: _bytes_of(store, name) for name in ("zarr.json", *(f"c/{chunk}/0" for chunk in chunks))}
 
 
-def _bytes_of(store: Any, name: str) -> bytes:
+def _files_of(names: list[str], rows: Any = None, first: int = 0, **array: Any) -> dict[str, bytes]:
+    """Return these files of an array that zarr-python writes, with `rows` from row `first` on."""
+    from zarr.api.asynchronous import create_array
     from zarr.core.buffer import default_buffer_prototype
+    from zarr.storage import MemoryStore
 
-    return bytes(asyncio.run(store.get(name, default_buffer_prototype())).to_bytes())
+    async def written() -> dict[str, bytes]:
+        store = MemoryStore()
+        made = await create_array(store, **array)
+        if rows is not None:
+            await made.setitem((slice(first, None),), rows)
+        found = {name: await store.get(name, default_buffer_prototype()) for name in names}
+        return {name: buffer.to_bytes() for name, buffer in found.items() if buffer is not None}
+
+    # Not by zarr's synchronous calls: zarr gives their thread 0.2 s to end, and a busy daemon would show an error then.
+    # Not in this thread: in a notebook it has a running loop.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, written()).result()

@@ -209,8 +209,8 @@ def descriptors(daemon: DaemonProcess) -> list[int]:
 def limit_for_one_more_file(daemon: DaemonProcess) -> int:
     """Once nobody but the witness is connected."""
     wait_for(
-        lambda: sum(name.startswith("socket:") for name in daemon.open_links()) == 4,
-        "the listening one, the event loop's own two, and the witness's",
+        lambda: sum(name.startswith("socket:") for name in daemon.open_links()) == 2,
+        "the listening one and the witness's",
     )
     used = set(descriptors(daemon))
     for _ in range(10):  # without what a look at the store's files has open for a moment
