@@ -111,9 +111,9 @@ class Pipeline:
         """The bytes on the disk that belong to no record yet: the scratch files of records in parts."""
         return self._gathering.held_nbytes
 
-    def log_and_catalog_nbytes(self, run_id: str) -> int:
-        """Return the bytes of an open run outside its shards: small-record logs and catalog."""
-        return self._runs[run_id].log_and_catalog_nbytes()
+    def overhead_nbytes(self, run_id: str) -> int:
+        """See `RunStore.overhead_nbytes`."""
+        return self._runs[run_id].overhead_nbytes()
 
     def unsealed_records(self, run_id: str) -> int | None:
         """Return the committed records of a run that no sealed shard holds; None if this daemon never opened it."""

@@ -154,12 +154,12 @@ class Registry:
         if run.opened:
             return
         totals = self._pipeline.run_stats(run.run_id)
-        beside = self._pipeline.log_and_catalog_nbytes(run.run_id)
+        overhead = self._pipeline.overhead_nbytes(run.run_id)
         rows = [self._settled(run, row) for row in self._earlier_rows(run)]
         with self._lock:
             if not run.opened:
-                run.opened, run.totals, run.log_and_catalog_bytes = True, totals, beside
-                run.stored_before = totals.stored_bytes + beside
+                run.opened, run.totals, run.overhead_bytes = True, totals, overhead
+                run.stored_before = totals.stored_bytes + overhead
                 run.finished = {row.client: row for row in rows if row.client not in run.ranks}
 
     def _earlier_rows(self, run: Run) -> list[SessionRow]:
@@ -246,7 +246,7 @@ class Registry:
 
     def _measure(self, run: Run) -> None:
         run.totals = self._pipeline.run_stats(run.run_id)
-        run.log_and_catalog_bytes = self._pipeline.log_and_catalog_nbytes(run.run_id)
+        run.overhead_bytes = self._pipeline.overhead_nbytes(run.run_id)
 
     def seal(self, run_id: str) -> Future[None]:
         """Seal a run now. Raises StoreError if this daemon has not opened the run."""

@@ -29,8 +29,8 @@ class Run:
     finished: dict[bytes, SessionRow] = field(default_factory=dict)
     opened: bool = False
     totals: Held = field(default_factory=Held)
-    # Catalog and small-record logs.
-    log_and_catalog_bytes: int = 0
+    # See `RunStore.overhead_nbytes`.
+    overhead_bytes: int = 0
     # Bytes in the store when this daemon opened the run.
     stored_before: int = 0
     # Ranks between HELLO and WELCOME.
@@ -69,7 +69,7 @@ class Run:
     @property
     def added_nbytes(self) -> int:
         """The stored bytes that came since this daemon opened the run."""
-        return max(0, self.totals.stored_bytes + self.log_and_catalog_bytes - self.stored_before)
+        return max(0, self.totals.stored_bytes + self.overhead_bytes - self.stored_before)
 
     @property
     def sealed(self) -> bool:

@@ -49,7 +49,12 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_small(self) -> bool:
         """Whether records go through the node's small log and share chunks."""
-        return prod(self.extents) * self.itemsize < SMALL_NBYTES
+        return self.record_nbytes < SMALL_NBYTES
+
+    @property
+    def record_nbytes(self) -> int:
+        """The bytes of the largest record, not encoded."""
+        return prod(self.extents) * self.itemsize
 
     @property
     def grid(self) -> tuple[int, ...]:

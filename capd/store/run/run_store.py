@@ -271,9 +271,14 @@ class RunStore:
         """Return the totals of this node's part of the run. May be called from any thread."""
         return held_by(series.row for series in list(self._series.values()))
 
-    def log_and_catalog_nbytes(self) -> int:
-        """Return the bytes of the run's other files: small-record logs and the catalog."""
-        return log_and_catalog_nbytes(self._layout.spool)
+    def overhead_nbytes(self) -> int:
+        """Return the bytes of logs and catalog, and those that the logs' pending records take in shards, at most.
+
+        A log goes after its records are in shards, so both need their room. May be called from any thread.
+        """
+        pending = ((series.geometry, len(series.waiting)) for series in list(self._series.values()))
+        to_move = sum(geometry.record_nbytes * count for geometry, count in pending)
+        return log_and_catalog_nbytes(self._layout.spool) + to_move
 
     @property
     def unsealed_series(self) -> int:

@@ -157,7 +157,7 @@ def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_seal
     held: list[object] = []
 
     def close_run(run_id: str) -> Future[None]:
-        held.extend([pipeline.run_stats(run_id), pipeline.log_and_catalog_nbytes(run_id)])
+        held.extend([pipeline.run_stats(run_id), pipeline.overhead_nbytes(run_id)])
         return Future()
 
     monkeypatch.setattr(upkeep.Upkeep, "seal", seal)
@@ -167,7 +167,7 @@ def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_seal
     [run] = registry.runs()
     wait_until(lambda: registry.tick() or not registry.runs())
 
-    assert [run.totals, run.log_and_catalog_bytes] == held
+    assert [run.totals, run.overhead_bytes] == held
     assert registry.stored_nbytes() == run.added_nbytes > 0
 
 

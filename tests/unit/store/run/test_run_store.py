@@ -15,6 +15,7 @@ import capd
 from capd.errors import CapdError, DamagedRecord, NotAStore, StoreError
 from capd.store.format.dtypes import stored_type
 from capd.store.run import small_records
+from capd.store.run.run_store import RunStore
 from capd.store.run.small_records import Room
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from tests.kit.store.reading import assert_capd_reads, assert_zarr_readers_read, published_rows
@@ -282,3 +283,26 @@ def test_small_records_are_kept_in_memory_only_as_far_as_there_is_room(
     assert room.left == 40 * (64 + 512)
     writer.pipeline.close(30)
     assert_capd_reads(writer.run, writer.held)
+
+
+def test_the_room_of_small_records_counts_before_they_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in the log and in their shard at the same time, until the shard is safe."""
+    maintain = RunStore.maintain
+    monkeypatch.setattr(RunStore, "maintain", lambda store: None)
+    writer = Writer(tmp_path)
+    for iteration in range(20):
+        writer.put(key("small"), "uint8", random_bits("uint8", (60, 1000)), iteration=iteration)
+    writer.flush()
+    counted = writer.pipeline.run_stats("run").stored_bytes + writer.pipeline.overhead_nbytes("run")
+
+    writer.pipeline.post("run", maintain).result(timeout=30)
+    taken = sum(path.stat().st_size for path in writer.run.rglob("*") if path.is_file())
+    moved = writer.pipeline.run_stats("run").stored_bytes
+
+    assert moved > 1_000_000
+    assert taken > 2_000_000
+    assert taken - 10_000 < counted  # metadata documents do not count
+    assert writer.pipeline.overhead_nbytes("run") < counted - moved + 10_000
+    writer.close()
