@@ -124,7 +124,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(ENDS, ["error", "killed", "last words"]))
+@pytest.mark.parametrize("name", rows(ENDS, ["error"]))
 def test_a_forked_job_ends_as_a_cold_one(name: str, tmp_path: Path) -> None:
     code = ENDS[name]
     script = tmp_path / "script.py"

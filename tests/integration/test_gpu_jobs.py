@@ -39,17 +39,17 @@ def job(tmp_path: Path, runtime_dir: Path) -> Iterator[Job]:
 
 # A test, and what its parameters are.
 FAST: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-    (
-        capture.test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits,
-        (same_bits, "ready"),
-    ),
+    (capture.test_small_captures_share_copies, (same_bits,)),
     (statistics.test_device_and_daemon_agree, ("stats",)),
     (layouts.test_a_cast_on_the_device_is_torchs_own, ()),
 ]
 SLOW: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    (
+        capture.test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits,
+        (same_bits, "ready"),
+    ),
     (policies.test_drop_counts_what_finds_no_room_and_never_waits, ()),
     (hazards.test_a_failed_page_lock_costs_speed_and_nothing_else, (same_bits,)),
-    (capture.test_small_captures_share_copies, (same_bits,)),
     (
         capture.test_tensors_arrive_as_they_were_whatever_happens_to_them_and_no_call_waits,
         (same_bits, "unlocked"),

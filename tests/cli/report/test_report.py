@@ -32,14 +32,14 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for a report with 
 Capd = Callable[..., Result]
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
 TYPES, RANKS, LAYERS, SAMPLES = ("bf16", "mxfp8"), (0, 1), (0, 1, None), (0, 1)
-TENSORS = {"input": "bfloat16", "weight": "float32", "grad_output": "bfloat16"}
+TENSORS = {"weight": "float32", "grad_output": "bfloat16"}
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 Values = dict[tuple[Any, ...], np.ndarray]
 
 
 def values_of(rng: np.random.Generator, one: str, layer: int | None, tensor: str) -> np.ndarray:
     values = rng.normal(scale=1 + (layer or 0), size=(8, 24)).astype(np.float32)
-    if one == "mxfp8" and layer == 1 and tensor == "input":
+    if one == "mxfp8" and layer == 1 and tensor == "grad_output":
         values[0, :3] = np.nan, np.inf, -np.inf
     values[1, :5] = 0
     bits = bf16_bits(values)
@@ -334,14 +334,14 @@ def test_quick_draws_everything_that_needs_no_element(
 
 
 def test_the_selection_is_that_of_ls(quickly: Capd, known: tuple[Path, Values], tmp_path: Path) -> None:
-    options = ("--quant-type", "mxfp8", "--layer", "1,none", "--rank", "0", "--tensor", "input")
+    options = ("--quant-type", "mxfp8", "--layer", "1,none", "--rank", "0", "--tensor", "grad_output")
 
     assert quickly("report", known[0], "-o", tmp_path, *options).code == 0
 
     chosen = [
         v
         for k, v in known[1].items()
-        if k[0] == "mxfp8" and k[1] == 0 and k[2] in (1, None) and k[4] == "input"
+        if k[0] == "mxfp8" and k[1] == 0 and k[2] in (1, None) and k[4] == "grad_output"
     ]
     assert_group(document_of(tmp_path)["all"], chosen, quantiles=True)
 

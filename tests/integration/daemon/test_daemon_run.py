@@ -78,6 +78,7 @@ def test_a_run_is_sealed_and_summed_up_and_the_same_id_continues_it(tmp_path: Pa
     assert json.loads(second.stdout)["CAPD_POLICY"] == "drop"
 
 
+@pytest.mark.slow
 def test_the_summary_says_how_many_records_are_statistics_alone(tmp_path: Path) -> None:
     reduced = """
         from capd_client.protocol.key import Moment

@@ -186,6 +186,7 @@ def test_a_job_that_names_its_types_itself_is_never_quantised_twice(bare: Done, 
     assert by_step == {0: {MXFP8}, 1: {MXFP8}, 2: {"none"}}
 
 
+@pytest.mark.slow
 def test_a_job_without_a_model_to_find_is_told_that_nothing_was_emulated(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "capd", "run", "--store", str(tmp_path), "--quant-type", "mxfp8", "--"]
     done = forking.run(

@@ -201,6 +201,7 @@ def plan_of(log: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[at + 1 : at + 7]]
 
 
+@pytest.mark.slow
 def test_rules_that_cannot_be_meant_are_said_once_each_and_the_job_goes_on(
     daemon: Daemon, tmp_path: Path
 ) -> None:

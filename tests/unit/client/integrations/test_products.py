@@ -390,7 +390,10 @@ class TestCompiled:
             eager, True
         )
 
-    @pytest.mark.parametrize(("select", "said"), [(None, 1), ({"components": ["linear"]}, 0)])
+    @pytest.mark.parametrize(
+        ("select", "said"),
+        [(None, 1), pytest.param({"components": ["linear"]}, 0, marks=pytest.mark.slow)],
+    )
     def test_attention_that_a_graph_does_not_show_is_said_to_be_missing(
         self, sink: MemorySink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
         select: dict[str, Any] | None, said: int,

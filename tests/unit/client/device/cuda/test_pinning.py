@@ -365,6 +365,7 @@ def test_what_is_being_locked_is_not_unlocked_meanwhile(
     assert driver.events == ["pin", "unpin", "release"]
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_while_its_arena_is_being_locked_ends_at_once(
     peer: Peer, job_env: dict[str, str]
 ) -> None:
