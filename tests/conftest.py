@@ -36,16 +36,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# What is collected lives as long as the run. Collections of garbage would look at all of it again and again.
-gc.disable()
 
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Collect garbage again, but not the tests."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage meanwhile, and leave the tests alone later: they live as long as the run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 hypothesis.settings.register_profile(
