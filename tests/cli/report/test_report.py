@@ -31,7 +31,8 @@ from tests.kit.store.cli import (
 pytestmark = pytest.mark.timeout(300)  # the first test waits for a report with all figures
 Capd = Callable[..., Result]
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
-TYPES, RANKS, LAYERS, SAMPLES = ("bf16", "mxfp8"), (0, 1), (0, 1, None), (0, 1)
+ODD, ODD_FILE = "hi$f_p8", "hi_f_p8~0074f67c52680d3b"  # a word that is no name of a file, and its name there
+TYPES, RANKS, LAYERS, SAMPLES = (ODD, "mxfp8"), (0, 1), (0, 1, None), (0, 1)
 TENSORS = {"weight": "float32", "grad_output": "bfloat16"}
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 Values = dict[tuple[Any, ...], np.ndarray]
@@ -180,9 +181,12 @@ def test_every_page_is_an_image_with_something_on_it(reported: Path) -> None:
         name for name in names if name.startswith(("layer_", "sqnr_", "underflow_")) and name not in kinds
     ]
     assert len(maps) == 4 * len(TYPES)
-    assert {"layer_sample_mxfp8.png", "layer_rank_bf16.png", "sqnr_bf16.png", "underflow_mxfp8.png"} <= set(
-        maps
-    )
+    assert {
+        "layer_sample_mxfp8.png",
+        f"layer_rank_{ODD_FILE}.png",
+        f"sqnr_{ODD_FILE}.png",
+        "underflow_mxfp8.png",
+    } <= set(maps)
     assert len(names) == len(kinds) + len(maps)
     for name in names:
         image = matplotlib.image.imread(reported / name)
@@ -253,9 +257,9 @@ def test_errors_and_channels_of_the_json_are_what_the_values_say(
     [group] = [
         x
         for x in document["by"]["quant_type,tensor_name"]
-        if (x["quant_type"], x["tensor_name"]) == ("bf16", "weight")
+        if (x["quant_type"], x["tensor_name"]) == (ODD, "weight")
     ]
-    parts = [v for k, v in known[1].items() if (k[0], k[4]) == ("bf16", "weight")]
+    parts = [v for k, v in known[1].items() if (k[0], k[4]) == (ODD, "weight")]
     assert list(group["errors"]) == ["fp8", "mxfp8", "mxfp4", "nvfp4", "hifp8"]
     for fmt, found in group["errors"].items():
         x = np.stack(parts).astype(np.float64)
@@ -324,11 +328,11 @@ def test_quick_reads_no_element_and_has_the_same_statistics(
 def test_quick_draws_everything_that_needs_no_element(
     capd: Capd, known: tuple[Path, Values], tmp_path: Path
 ) -> None:
-    done = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", "bf16", "--json")
+    done = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", ODD, "--json")
 
     pages = {name for name in done.json["files"] if name.endswith(".png")}
     assert pages == {
-        "quant_types.png", "statistics_by_layer.png", "layer_sample_bf16.png", "layer_rank_bf16.png",
+        "quant_types.png", "statistics_by_layer.png", f"layer_sample_{ODD_FILE}.png", f"layer_rank_{ODD_FILE}.png",
         "statistics_by_iteration.png", "boxes_by_type.png", "exponents.png", "overflow.png",
     }  # fmt: skip
 
@@ -413,13 +417,13 @@ def test_where_nothing_can_be_read_there_is_no_report(quickly: Capd, tmp_path: P
 def test_a_second_report_replaces_its_own_files_and_removes_pages_that_are_gone(
     capd: Capd, known: tuple[Path, Values], tmp_path: Path
 ) -> None:
-    first = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", "bf16", "--json").json
+    first = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", ODD, "--json").json
     (tmp_path / "mine.png").write_bytes(b"somebody's picture")
     (tmp_path / ".capd-report-overflow.png").write_bytes(b"of a report that was killed")
 
     second = capd("report", known[0], "-o", tmp_path, "--quick", "--quant-type", "mxfp8", "--json").json
 
-    assert "layer_rank_bf16.png" in first["files"]
+    assert f"layer_rank_{ODD_FILE}.png" in first["files"]
     assert {path.name for path in tmp_path.iterdir()} == {*second["files"], "mine.png"}
     assert [group["quant_type"] for group in document_of(tmp_path)["by"]["quant_type"]] == ["mxfp8"]
 
@@ -439,7 +443,7 @@ def test_a_file_that_no_report_wrote_is_never_replaced(
     else:
         (out / name).mkdir()
 
-    done = capd("report", known[0], "-o", out, "--quick", "--quant-type", "bf16", "--rank", "0")
+    done = capd("report", known[0], "-o", out, "--quick", "--quant-type", ODD, "--rank", "0")
 
     assert done.code == 1
     assert f"{out / name} is there" in done.err

@@ -25,6 +25,7 @@ from tests.kit.processes import Daemon, Rank, StartRank, live_stats, until
 from tests.kit.store.cli import Result
 
 TRAIN_JOB = (sys.executable, str(Path(__file__).with_name("train_job.py")))
+TRAINS: dict[str, Any] = {"command": TRAIN_JOB, "imports": forking.TRAINING}
 COMPILED_JOB = str(Path(__file__).with_name("compiled_job.py"))
 WAYS = ("eager", "whole", "blocks")  # of being compiled; rank n is WAYS[n]
 # For ranks that are asked whether they are connected: on a busy machine three pings may take longer than a second.
@@ -52,9 +53,7 @@ def ctl(daemon: Daemon) -> Ctl:
 @pytest.fixture
 def ranks(start_rank: StartRank, ctl: Ctl) -> list[Rank]:
     """Two ranks of one job, connected and ready to train."""
-    started = [
-        start_rank(number, command=TRAIN_JOB, imports=forking.TRAINING, **PATIENT) for number in range(2)
-    ]
+    started = [start_rank(number, **TRAINS, **PATIENT) for number in range(2)]
     assert [rank.hear() for rank in started] == ["ready", "ready"]
     until(lambda: len(connected(ctl)) == 2)
     return started
@@ -288,7 +287,7 @@ def test_a_rank_that_comes_later_does_not_begin_to_capture(
 ) -> None:
     train(ranks[:1], 1)
     order(ctl, ranks, "stop", "--at", "1", steps=2)
-    later = start_rank(2, command=TRAIN_JOB, imports=forking.TRAINING)
+    later = start_rank(2, **TRAINS)
     assert later.hear() == "ready"
     until(lambda: [rank["received"] for rank in status(ctl)] == [True] * 3)
     train([later], 2)
@@ -309,7 +308,7 @@ def test_a_daemon_started_anew_learns_from_its_ranks_and_tells_the_others(
     train(ranks, 1)
     daemon.start()
     until(lambda: [rank["since"] for rank in connected(ctl)] == [1, 1])
-    later = start_rank(2, command=TRAIN_JOB, imports=forking.TRAINING)
+    later = start_rank(2, **TRAINS)
     assert later.hear() == "ready"
     until(lambda: [rank["received"] for rank in status(ctl)] == [True] * 3)
     train([later], 1)

@@ -23,7 +23,7 @@ from tests.kit.store.writing import Writer, key
 from tests.kit.tiers import rows
 
 Truth = dict[tuple[str, int], tuple[int, np.ndarray]]
-FLIPS, CUTS = 60, 10
+FLIPS, CUTS = 120, 20
 
 
 @pytest.fixture(scope="module")
