@@ -22,10 +22,11 @@ help: ## List the targets
 
 setup: $(STAMP) ## Make .venv and install capd with its development tools (fast when already done)
 
+# Most modules of the packages are never imported. The first import compiles those that are.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "capd needs Python 3.11 or newer; run: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup ## Train a small GPT on two ranks, capture it, then show what was captured
@@ -47,8 +48,8 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 	venv=.venv-store-$$version; \
 	if [ ! -e $$venv/.installed ] || [ constraints-store.txt -nt $$venv/.installed ]; then \
 	    $(PYTHON) -m venv $$venv; \
-	    $$venv/bin/python -m pip install --quiet --no-deps -r constraints-store.txt; \
-	    $$venv/bin/python -m pip install --quiet --no-deps -e .; \
+	    $$venv/bin/python -m pip install --quiet --no-compile --no-deps -r constraints-store.txt; \
+	    $$venv/bin/python -m pip install --quiet --no-compile --no-deps -e .; \
 	    touch $$venv/.installed; \
 	fi; \
 	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault"
