@@ -11,14 +11,17 @@ __all__ = ["rows", "rows_wanted"]
 
 
 def rows(table: Iterable[Hashable], quick: Iterable[Hashable]) -> list[Any]:
-    """Returns the rows of `parametrize`: all of `table`, of which those that are not `quick` have the mark slow."""
+    """Returns the rows of `parametrize`: all of `table`, of which those that are not `quick` have the mark slow.
+
+    A tuple has one value for each argument, so a tuple that is the value of one argument stands in a tuple.
+    """
     in_default = frozenset(quick)
-    return [row if row in in_default else _slow(row) for row in table]
+    return [_row(row, slow=row not in in_default) for row in table]
 
 
-def _slow(row: Hashable) -> Any:
+def _row(row: Hashable, *, slow: bool) -> Any:
     values = row if isinstance(row, tuple) else (row,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
 
 
 def rows_wanted(request: pytest.FixtureRequest, argument: str, always: Iterable[str] = ()) -> set[str]:

@@ -34,7 +34,7 @@ def run(script: str, *args: str | Path) -> None:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
-    run("corpus.py", "--dir", directory)
+    run("kit/corpus.py", "--dir", directory)
     return directory
 
 
@@ -83,7 +83,7 @@ def test_writing_measures_all_engines_on_the_same_codec(corpus: Path, tmp_path: 
 
 
 def test_reading_measures_all_engines_on_the_same_bytes(tmp_path: Path) -> None:
-    found = results("store_read.py", tmp_path)
+    found = results("store/store_read.py", tmp_path)
 
     rows = {row["engine"]: row for row in found["rows"]}
     assert rows.keys() >= {"capd", "zarr-python", "tensorstore"}
@@ -109,14 +109,14 @@ def test_small_records_are_measured_beside_the_other_engines(tmp_path: Path) -> 
 
 
 def test_sealing_is_measured_for_small_and_large_records(tmp_path: Path) -> None:
-    found = results("store_seal.py", tmp_path)
+    found = results("store/store_seal.py", tmp_path)
 
     assert {row["kib"] for row in found["rows"]} == {4, 300}
     assert all(row["stored"] > 0 and row["seal_s"] > 0 for row in found["rows"])
 
 
 def test_codecs_are_measured_on_every_format_and_role(corpus: Path, tmp_path: Path) -> None:
-    found = results("store_codecs.py", tmp_path, "--corpus", corpus)
+    found = results("store/store_codecs.py", tmp_path, "--corpus", corpus)
 
     tensors = json.loads((corpus / "manifest.json").read_text())["tensors"]
     codecs = {"default", "fast", "none", "auto", "auto block", "zstd 1"}

@@ -32,7 +32,7 @@ def draw(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {"TRAIN_SCRIPT": str(place / "train.sh"), "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [str(SCRIPT), *arguments],
-        capture_output=True, text=True, timeout=200, cwd=place, check=False, env={**os.environ, **environ},
+        capture_output=True, text=True, timeout=280, cwd=place, check=False, env={**os.environ, **environ},
     )  # fmt: skip
 
 

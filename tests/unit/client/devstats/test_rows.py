@@ -164,7 +164,9 @@ def test_several_blocks_and_a_rest_make_one_row(dtype: str, way: Fill) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "way"), EACH)
-@pytest.mark.parametrize("shape", rows([(), (0,), (3, 0), (1,), (2, 3, 5)], [(), (3, 0), (2, 3, 5)]))
+@pytest.mark.parametrize(
+    "shape", rows([((),), ((0,),), ((3, 0),), ((1,),), ((2, 3, 5),)], [((),), ((3, 0),), ((2, 3, 5),)])
+)
 def test_shapes_do_not_matter(shape: tuple[int, ...], dtype: str, way: Fill) -> None:
     bits = ordinary(dtype, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
 
