@@ -128,9 +128,9 @@ def test_a_stopped_daemon_and_a_reconnecting_rank_tear_and_repeat_nothing(
         until(lambda least=before + 20: rank.ask("counters")["committed"] > least)
         connections = daemon.output().count("connected")
         daemon.send(signal.SIGSTOP)
-        # Silence longer than three pings: the rank gives the connection up and knocks again.
+        # Silence longer than three pings of a second: the rank gives the connection up and knocks again.
         stopped = threading.Event()
-        stopped.wait(1.5)
+        stopped.wait(5)
         daemon.send(signal.SIGCONT)
         until(lambda least=connections: daemon.output().count("connected") > least)
 

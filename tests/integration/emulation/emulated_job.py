@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.collections.collect_job import VOCABULARY, Transformer
+from tests.kit.jobs.groups import leave_group
 
 STEPS = 3
 
@@ -37,14 +38,21 @@ def main() -> None:
     parser.add_argument("--single", action="store_true")
     options = parser.parse_args()
     if options.calls == "early":
-        import capd_client.tensor_saver
+        import capd_client.tensor_saver  # noqa: F401, as an early line of a script
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    model: nn.Module = llama(options.llama) if options.llama else Transformer()
-    rank = 0
     if not options.single:
         dist.init_process_group("gloo")
-        rank = dist.get_rank()
+    rank = 0 if options.single else dist.get_rank()
+    losses = trained(options, rank)
+    (options.result / f"rank{rank}.json").write_text(json.dumps(losses))
+    if not options.single:
+        leave_group()
+
+
+def trained(options: argparse.Namespace, rank: int) -> list[str]:
+    model: nn.Module = llama(options.llama) if options.llama else Transformer()
+    if not options.single:
         model = DistributedDataParallel(model)
     if options.emulate:
         import capd_client
@@ -54,10 +62,7 @@ def main() -> None:
         import capd_client
 
         capd_client.watch(model)
-    losses = train(model, rank, options.calls)
-    (options.result / f"rank{rank}.json").write_text(json.dumps(losses))
-    if not options.single:
-        dist.destroy_process_group()
+    return train(model, rank, options.calls)
 
 
 def llama(attention: str) -> nn.Module:

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import capd_client
 from capd_client.protocol.kinds import ATTENTION, LINEAR
+from tests.kit.jobs.groups import leave_group
 from tests.kit.models.sharded_models import (
     MICRO_BATCHES,
     STEPS,
@@ -217,32 +218,31 @@ def main(path: Path, names: list[str]) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch._dynamo.config.optimize_ddp = False
-    told = {}
-    for name in names:
-        found = []
-        for watched in (False, True):
-            torch.manual_seed(0)
-            handles: list[Any] = []
-
-            def watch(
-                model: nn.Module, name: str = name, watched: bool = watched, handles: Any = handles
-            ) -> None:
-                if watched:
-                    tensors = {*LINEAR.tensors, *ATTENTION.tensors}
-                    handles.append(capd_client.watch(model, name=name, steps="all", tensors=tensors))
-
-            model = WAYS[name](watch)
-            tensor_ranks = 2 if "tp" in name else 1
-            found.append(
-                train(model, list(model.parameters()), rank // tensor_ranks, name if watched else "")
-            )
-            for handle in handles:
-                handle.remove()
-        assert found[0] == found[1], f"{name}: watching changed the results"
-        told[name] = found[1]
+    told = {name: losses_of(name, rank) for name in names}
     path.with_suffix(f".{rank}").write_text(json.dumps(told))
     capd_client.close()
-    dist.destroy_process_group()
+    leave_group()
+
+
+def losses_of(name: str, rank: int) -> Any:
+    """The losses of one way, which are the same with and without a watch."""
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        handles: list[Any] = []
+
+        def watch(model: nn.Module, watched: bool = watched, handles: Any = handles) -> None:
+            if watched:
+                tensors = {*LINEAR.tensors, *ATTENTION.tensors}
+                handles.append(capd_client.watch(model, name=name, steps="all", tensors=tensors))
+
+        model = WAYS[name](watch)
+        tensor_ranks = 2 if "tp" in name else 1
+        found.append(train(model, list(model.parameters()), rank // tensor_ranks, name if watched else ""))
+        for handle in handles:
+            handle.remove()
+    assert found[0] == found[1], f"{name}: watching changed the results"
+    return found[1]
 
 
 if __name__ == "__main__":

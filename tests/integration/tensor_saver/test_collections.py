@@ -104,7 +104,7 @@ def test_the_lines_of_tensor_savers_script_collect_what_they_say(
 @pytest.mark.fault
 def test_whatever_was_typed_beside_it_has_a_line_that_works(megatron: Path) -> None:
     text = (REPOSITORY / "docs" / "migration-runs.md").read_text()
-    table = text[text.index("The scripts before these") : text.index("## Drawing")]
+    table = text[text.index("Earlier scripts and commands") : text.index("## Drawing")]
     rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
     assert len(rows) == 10
     lines = [line for *_, now in rows for line in re.findall(r"`((?:capd|\./run)[^`]*)`", now)]

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from tests.integration.three_ways.three_ways_rows import Row
 from tests.integration.three_ways.three_ways_table import ROWS
+from tests.kit.jobs.groups import leave_group
 
 WAYS = ("found", "watched", "oracle")
 
@@ -107,7 +108,7 @@ def one(name: str, way: str, directory: Path, rank: int) -> None:
     if script.oracle is not None:
         script.oracle.save(path)
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        leave_group()
 
 
 def start(name: str, way: str, directory: Path, rank: int, port: int) -> int:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capd_client import emulate
 from tests.kit.emulated.models import Model, twin
+from tests.kit.jobs.groups import leave_group
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -82,7 +83,7 @@ def main(how: str, order: str) -> None:
         tensor_parallel(order, dist.get_rank())
     else:
         replicated(how, order, dist.get_rank())
-    dist.destroy_process_group()
+    leave_group()
 
 
 main(*sys.argv[1:])

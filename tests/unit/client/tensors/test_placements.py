@@ -27,6 +27,7 @@ OPENING = """
 """
 CLOSING = """
     dist.barrier()
+    model = optimizer = loss = None  # a DDP model that outlives its group may wait for gloo for ever
     dist.destroy_process_group()
 """
 
