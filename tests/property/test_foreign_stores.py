@@ -161,6 +161,7 @@ def test_a_changed_store_gives_an_answer_or_a_clear_error(
 
 
 @pytest.mark.fault
+@pytest.mark.timeout(3600)
 @settings(max_examples=EXAMPLES, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants)
 def test_many_changed_stores_give_an_answer_or_a_clear_error(
