@@ -119,17 +119,18 @@ def main() -> None:
     records = 2 if args.quick else max(4, args.mb // 8)
     names = [*FORMATS, ALL, "sweep", "two runs"]
     with work_directory(args.directory) as root:
-        runs = {count: child("compare:prepare", root=root, name=str(count), records=count)["run"]
+        runs = {count: child("benchmarks.compare:prepare", root=root, name=str(count), records=count)["run"]
                 for count in (records, 3 * records)}  # fmt: skip
         variants: dict[str, Callable[[], Row]] = {
-            name: partial(child, "compare:measure", variant=name, run=runs[records]) for name in names
+            name: partial(child, "benchmarks.compare:measure", variant=name, run=runs[records])
+            for name in names
         }
         results = {name: medians(rows) for name, rows in interleave(variants, args.rounds).items()}
         peaks = {(name, records): results[name]["peak_mib"] for name in (ALL, "two runs")}
         for name in (ALL, "two runs"):
-            peaks[name, 3 * records] = child("compare:measure", variant=name, run=runs[3 * records])[
-                "peak_mib"
-            ]
+            peaks[name, 3 * records] = child(
+                "benchmarks.compare:measure", variant=name, run=runs[3 * records]
+            )["peak_mib"]
     cells = []
     for name, row in results.items():
         rates = [row["raw_nbytes"] / row[clock] / 1e6 for clock in ("wall_s", "cpu_s")]

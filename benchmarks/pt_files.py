@@ -164,10 +164,17 @@ def compare(
     prepared = root / name
     where = {"run": str(prepared / "run.zarr"), "files": str(prepared / "files")}
     if not prepared.exists():
-        where = child("pt_files:prepare", root=root, name=name, shape=SHAPES[size], records=records)
+        where = child(
+            "benchmarks.pt_files:prepare", root=root, name=name, shape=SHAPES[size], records=records
+        )
     variants: dict[str, Callable[[], Row]] = {
         variant: partial(
-            child, "pt_files:measure", variant=variant, scratch=root / f"scratch-{at}", cold=cold, **where
+            child,
+            "benchmarks.pt_files:measure",
+            variant=variant,
+            scratch=root / f"scratch-{at}",
+            cold=cold,
+            **where,
         )
         for at, variant in enumerate(chosen)
     }
