@@ -197,7 +197,8 @@ def main() -> None:
     if args.dump_losses is not None:
         dump_losses(args.dump_losses, losses, rank, world_size)
     if world_size > 1:
-        # gloo may abort a rank whose peer has already ended.
+        # gloo may abort a rank whose peer has already ended. A DDP model that outlives its group may wait for gloo for
+        # ever: the model was freed when `train` returned.
         dist.barrier()
         dist.destroy_process_group()
 
