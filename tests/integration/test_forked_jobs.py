@@ -142,6 +142,22 @@ def test_a_forked_job_ends_as_a_cold_one(name: str, tmp_path: Path) -> None:
             )
 
 
+def test_the_jobs_of_one_program_have_one_parent_and_those_of_another_have_another() -> None:
+    # The ranks of a node name their job by it.
+    starter = (
+        "import subprocess, sys\n"
+        "for _ in range(2): subprocess.run([sys.argv[1], '-c', 'import os; print(os.getppid())'], check=True)"
+    )
+    python = forking.stand_in_for(os.environ)
+    parents = [
+        set(subprocess.check_output([sys.executable, "-c", starter, python], text=True, timeout=60).split())
+        for _ in range(2)
+    ]
+
+    assert [len(each) for each in parents] == [1, 1]
+    assert parents[0] != parents[1]
+
+
 def test_a_module_runs_forked_as_it_runs_cold(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
     for words in (["-m", "some", "a"], ["-m", "nothing"], ["-m", "json.tool", "--help"]):

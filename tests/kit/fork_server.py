@@ -69,27 +69,39 @@ class Request:
 
 
 class Server:
-    """Forks a process for each request and tells stand-ins how theirs ended."""
+    """Forks a process for each request and tells stand-ins how theirs ended.
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    The ranks of a job name it by their common parent (`capd_client.process.ranks.node_job`). So the processes that one
+    program starts are forked by a server of their own, a fork of this one, which ends after that program.
+    """
+
+    def __init__(self, path: str, starter: int = 0) -> None:
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen(64)
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[int, socket.socket] = {}  # job → its stand-in
+        self._servers: dict[int, int] = {}  # server → the process whose children it forks
+        self._starter = os.pidfd_open(starter) if starter else None
         self._shared = import_variables(dict(os.environ))
 
     def run(self) -> Request | None:
-        """Serve until the standard input ends. Returns None then, and in a forked process its request."""
+        """Serve until the standard input ends, or the starter and its jobs. Returns None, in a job its request."""
         woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C of the terminal is for the tests
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        for file in (0, woken, self._listener):
+        starters = [] if self._starter is None else [self._starter]
+        for file in (0, woken, self._listener, *starters):
             self._selector.register(file, selectors.EVENT_READ)
-        while True:
+        while starters or self._starter is None or self._waiting:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
                     return None
-                if key.fileobj == woken:
+                if key.fileobj in starters:
+                    self._selector.unregister(starters.pop())
+                elif key.fileobj == woken:
                     os.read(woken, 4096)
                     self._collect()
                 elif key.fileobj is self._listener:
@@ -98,6 +110,7 @@ class Server:
                         return request
                 else:  # a stand-in says nothing after its request: it is gone
                     self._kill_job_of(key.fileobj)
+        return None
 
     def _begin(self, connection: socket.socket) -> Request | None:
         try:
@@ -105,6 +118,8 @@ class Server:
         except EOFError:
             connection.close()
             return None
+        if "starter" in request.fields:
+            return self._begin_server(request)
         wanted = import_variables(request.fields["environ"])
         if wanted != self._shared:
             names = sorted(name for name, _ in wanted.items() ^ self._shared.items())
@@ -124,13 +139,40 @@ class Server:
         request.answer(pid=pid)
         return None
 
+    def _begin_server(self, request: Request) -> Request | None:
+        """Answer with the socket of the server for the children of a process; start it, if it is the first."""
+        starter = request.fields["starter"]
+        path = f"{self._path}.{starter}"
+        if starter not in self._servers.values():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            server = Server(path, starter)
+            pid = os.fork()
+            if pid == 0:
+                self._close()
+                begun = server.run()
+                if begun is None:
+                    os._exit(0)
+                return begun
+            server._close()
+            self._servers[pid] = starter
+        request.answer(socket=path)
+        request.connection.close()
+        return None
+
     def _close(self) -> None:
         """Close what is the server's. A selector refers to itself: it would close its number when it is the job's."""
         self._selector.close()
+        self._listener.close()
+        if self._starter is not None:
+            os.close(self._starter)
         for connection in self._waiting.values():
             connection.close()
 
     def _collect(self) -> None:
+        for pid in list(self._servers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._servers[pid]
         for pid in list(self._waiting):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -186,20 +228,17 @@ def main() -> None:
         name for name in sys.modules if name.partition(".")[0] in ("capd", "capd_client", "tests")
     )
     assert not strangers, f"imported before any job: {strangers}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    listener.listen(64)
+    server = Server(path)
     gc.collect()
     gc.freeze()  # a job's collections leave these pages alone, so they stay shared
-    request = Server(listener).run()
+    request = server.run()
     if request is None:
         return
     fields = request.fields
-    for connection in (listener, request.connection):
-        connection.detach()
+    request.connection.detach()
     forked_job.become(fields, request.descriptors)
     program = forked_job.Program(fields["executable"], fields["arguments"])
-    del listener, request, connection
+    del server, request
     forked_job.fresh_streams(program.unbuffered)
     program.set_paths(base)
     program.customise()

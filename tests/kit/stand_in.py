@@ -16,6 +16,13 @@ SOCKET = ""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def reached(path: str) -> socket.socket:
+    """Connect to a fork server."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(path)
+    return connection
+
+
 def send(connection: socket.socket, descriptors: list[int], **fields: object) -> None:
     """Ask the fork server at the other end of `connection` for a job."""
     body = json.dumps(fields).encode()
@@ -38,8 +45,10 @@ def umask() -> int:
 def main() -> None:
     """Run the job and end as it does."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a job that can hear them
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(SOCKET)
+    with reached(SOCKET) as server:
+        send(server, [], starter=os.getppid())
+        path = json.loads(server.makefile().readline())["socket"]
+    connection = reached(path)
     send(
         connection, [0, 1, 2], adopted=False, arguments=sys.argv[1:], directory=os.getcwd(), environ=dict(os.environ),
         executable=sys.executable, group=None, ignored=ignored(), new_session=True, pass_fds=[], umask=umask(),
