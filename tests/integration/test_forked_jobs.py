@@ -158,6 +158,16 @@ def test_the_jobs_of_one_program_have_one_parent_and_those_of_another_have_anoth
     assert parents[0] != parents[1]
 
 
+def test_a_job_whose_starter_is_gone_runs_all_the_same(tmp_path: Path) -> None:
+    starter = "import os, subprocess, sys\nsubprocess.Popen(sys.argv[1:])\nos._exit(0)"
+    python = forking.stand_in_for(os.environ)
+    for place in map(str, range(5)):
+        job = f"open({str(tmp_path / place)!r}, 'x')"
+        subprocess.run([sys.executable, "-c", starter, python, "-c", job], check=True, timeout=60)
+
+    until(lambda: len(list(tmp_path.iterdir())) == 5)
+
+
 def test_a_module_runs_forked_as_it_runs_cold(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
     for words in (["-m", "some", "a"], ["-m", "nothing"], ["-m", "json.tool", "--help"]):

@@ -84,6 +84,7 @@ class Server:
         self._waiting: dict[int, socket.socket] = {}  # job → its stand-in
         self._servers: dict[int, int] = {}  # server → the process whose children it forks
         self._starter = os.pidfd_open(starter) if starter else None
+        self._is_ending = False
         self._shared = import_variables(dict(os.environ))
 
     def run(self) -> Request | None:
@@ -92,15 +93,16 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C of the terminal is for the tests
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        starters = [] if self._starter is None else [self._starter]
-        for file in (0, woken, self._listener, *starters):
-            self._selector.register(file, selectors.EVENT_READ)
-        while starters or self._starter is None or self._waiting:
+        for file in (0, woken, self._listener, self._starter):
+            if file is not None:
+                self._selector.register(file, selectors.EVENT_READ)
+        while self._waiting or not self._is_ending:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
                     return None
-                if key.fileobj in starters:
-                    self._selector.unregister(starters.pop())
+                if key.fileobj == self._starter:
+                    self._selector.unregister(self._starter)
+                    self._is_ending = True
                 elif key.fileobj == woken:
                     os.read(woken, 4096)
                     self._collect()
@@ -146,7 +148,11 @@ class Server:
         if starter not in self._servers.values():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            server = Server(path, starter)
+            try:
+                server = Server(path, starter)
+            except ProcessLookupError:  # the starter is gone: its child is anybody's
+                request.answer(socket=self._path)
+                return None
             pid = os.fork()
             if pid == 0:
                 self._close()
@@ -157,7 +163,6 @@ class Server:
             server._close()
             self._servers[pid] = starter
         request.answer(socket=path)
-        request.connection.close()
         return None
 
     def _close(self) -> None:

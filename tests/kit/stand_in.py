@@ -6,6 +6,7 @@ by its signal, and the job never outlives it. tests/kit/forking.py writes it to 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -42,19 +43,27 @@ def umask() -> int:
     return mask
 
 
-def main() -> None:
-    """Run the job and end as it does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a job that can hear them
-    with reached(SOCKET) as server:
-        send(server, [], starter=os.getppid())
-        path = json.loads(server.makefile().readline())["socket"]
+def asked(path: str) -> tuple[io.TextIOWrapper, dict]:
+    """Ask a fork server for the job; return its lines and the first of them."""
     connection = reached(path)
     send(
         connection, [0, 1, 2], adopted=False, arguments=sys.argv[1:], directory=os.getcwd(), environ=dict(os.environ),
         executable=sys.executable, group=None, ignored=ignored(), new_session=True, pass_fds=[], umask=umask(),
     )  # fmt: skip
     lines = connection.makefile()
-    answer = json.loads(lines.readline())
+    return lines, json.loads(lines.readline())
+
+
+def main() -> None:
+    """Run the job and end as it does."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a job that can hear them
+    with reached(SOCKET) as server:
+        send(server, [], starter=os.getppid())
+        path = json.loads(server.makefile().readline())["socket"]
+    try:
+        lines, answer = asked(path)
+    except (OSError, ValueError):  # the starter was killed meanwhile, and its server ended
+        lines, answer = asked(SOCKET)
     if "error" in answer:
         sys.exit(answer["error"])
     for number in FORWARDED:
