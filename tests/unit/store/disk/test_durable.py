@@ -132,8 +132,10 @@ def test_a_log_outlives_its_records_until_their_shards_are_durable(
     monkeypatch.setattr(open_files, "sync_data", sync)
     monkeypatch.setattr(small_log, "unlink", unlink)
     writer = Writer(tmp_path, durability="durable", log_nbytes=600_000)
-    for _ in range(400):  # a chunk of this series holds eight records
+    for number in range(100):  # a chunk of this series holds eight records
         writer.put(key("x"), "float32", RNG.standard_normal((128, 256)).astype("f4"))
+        if number % 3 == 2:  # logs go between two batches, not before a flush returns
+            writer.flush()
     writer.flush()
     assert len(deletions) > 5
     assert all(deletions)

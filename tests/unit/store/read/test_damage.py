@@ -23,7 +23,6 @@ from tests.kit.store.writing import Writer, key
 from tests.kit.tiers import rows
 
 Truth = dict[tuple[str, int], tuple[int, np.ndarray]]
-FLIPS, CUTS = 120, 20
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +87,9 @@ def check(run: Path, truth: Truth) -> int:
     return good
 
 
+@pytest.mark.parametrize(("flips", "cuts"), rows([(40, 10), (120, 20)], [(40, 10)]))
 def test_after_one_flipped_bit_or_a_cut_every_read_is_right_or_an_error(
-    sealed: tuple[Path, Truth], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sealed: tuple[Path, Truth], tmp_path: Path, flips: int, cuts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, truth = sealed
     caplog.set_level(logging.ERROR)
@@ -100,11 +100,11 @@ def test_after_one_flipped_bit_or_a_cut_every_read_is_right_or_an_error(
     chosen = np.random.default_rng(17)
     weights = np.array([min(path.stat().st_size, 60_000) + 2000 for path in files], "f8")
     unharmed = 0
-    for number in range(FLIPS + CUTS):
+    for number in range(flips + cuts):
         path = files[chosen.choice(len(files), p=weights / weights.sum())]
         whole = path.read_bytes()
         broken = bytearray(whole)
-        if number < FLIPS:
+        if number < flips:
             at = int(chosen.integers(len(whole)))
             broken[at] ^= 1 << int(chosen.integers(8))
         else:
@@ -116,7 +116,7 @@ def test_after_one_flipped_bit_or_a_cut_every_read_is_right_or_an_error(
             for extra in image.rglob(f"*{suffix}"):
                 extra.unlink()
 
-    assert unharmed > (FLIPS + CUTS) * 0.9  # hardly any of them costs everything
+    assert unharmed > (flips + cuts) * 0.9  # hardly any of them costs everything
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def visible(store: capd.Store) -> set[int]:
 @pytest.mark.parametrize("anew", rows([True, False], [False]), ids=["opened anew", "refreshed"])
 def test_a_reader_sees_a_growing_prefix_bit_for_bit(tmp_path: Path, anew: bool) -> None:
     writer = Writer(tmp_path, shard_nbytes=1 << 20, log_nbytes=64 << 10)
-    total, failures, looks = 500, [], []
+    total, failures, looks = 250, [], []
     written = threading.Event()
 
     def read() -> None:
@@ -75,7 +75,7 @@ def test_a_reader_sees_a_growing_prefix_bit_for_bit(tmp_path: Path, anew: bool) 
             if writer.sequence % 25 == 0:
                 writer.flush()
                 writer.pipeline.post("run", lambda store: store.maintain()).result(timeout=30)
-            if writer.sequence % 160 == 0:
+            if writer.sequence % 80 == 0:
                 writer.pipeline.seal("run").result(timeout=30)  # and the shards are continued
         writer.flush()
         written.set()

@@ -196,7 +196,7 @@ def spooled(tmp_path: Path, **options: int) -> tuple[Writer, Path]:
             for name in ("small", "tiny"):
                 bits = RNG.standard_normal((30, 8)).astype("f4")
                 writer.put(key(name), "float32", bits, iteration=iteration, call=call)
-    writer.flush()
+        writer.flush()  # a log ends between two writes, and what waits together is one write
     writer.pipeline.post("run", lambda store: store.flush_catalog()).result(timeout=30)
     run = image(writer, tmp_path / "b")
     writer.close()
