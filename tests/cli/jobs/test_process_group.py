@@ -77,7 +77,7 @@ def test_of_a_job_that_failed_by_itself_nothing_goes_on(
 
 
 def test_a_job_that_is_stopped_hears_its_end(job: Callable[[str], PlannedJob], tmp_path: Path) -> None:
-    with job(f"echo $$ > $AT/pid1; {SAVES}; kill -STOP $$") as running:
+    with job(SAVES) as running:
         running.start()
         until(lambda: written(tmp_path))
         running.process.send_signal(signal.SIGSTOP)
