@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -127,17 +126,18 @@ def test_a_daemon_at_work_gives_no_false_alarm(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
+    looks = 0
     try:
-        for look in itertools.count(1):
-            if not thread.is_alive():
-                break
+        while thread.is_alive():
             assert lines(writer.run) == []
-            if look == 3:
+            looks += 1
+            if looks == 3:
                 enough.set()
     finally:
         enough.set()
         thread.join()
     writer.close()
+    assert looks >= 3
     assert (lines(writer.run), verify_run(writer.run).records) == ([], 32 * iterations)
 
 
