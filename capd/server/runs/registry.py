@@ -150,17 +150,19 @@ class Registry:
         # Otherwise the run could be closed just after it was found open.
         if (closing := self._closings.get(run.run_id)) is not None:
             wait([closing])
-        self._pipeline.open_run(run.run_id)
-        if run.opened:
-            return
-        totals = self._pipeline.run_stats(run.run_id)
-        overhead = self._pipeline.overhead_nbytes(run.run_id)
-        rows = [self._settled(run, row) for row in self._earlier_rows(run)]
-        with self._lock:
-            if not run.opened:
+        # One rank opens the run, before any is placed. Otherwise a slow one would take the row of a rank that died in
+        # the meantime for one that an earlier daemon left, and count what is in work as lost.
+        with run.opening:
+            if run.opened:
+                return
+            self._pipeline.open_run(run.run_id)
+            totals = self._pipeline.run_stats(run.run_id)
+            overhead = self._pipeline.overhead_nbytes(run.run_id)
+            rows = [self._settled(run, row) for row in self._earlier_rows(run)]
+            with self._lock:
                 run.opened, run.totals, run.overhead_bytes = True, totals, overhead
                 run.stored_before = totals.stored_bytes + overhead
-                run.finished = {row.client: row for row in rows if row.client not in run.ranks}
+                run.finished = {row.client: row for row in rows}
 
     def _earlier_rows(self, run: Run) -> list[SessionRow]:
         catalog = run.path / ".capd" / f"node={self._node}" / CATALOG_NAME
@@ -200,8 +202,8 @@ class Registry:
                 raise Refusal(reject.code, reject.message)
             run.ranks[client] = rank
             run.finished.pop(client, None)
-        # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
-        self._pipeline.save_session(run.run_id, rank.row())
+            # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
+            self._pipeline.save_session(run.run_id, rank.row())
         return rank
 
     # From tools and from the daemon
@@ -294,9 +296,11 @@ class Registry:
         for run in self.runs():
             for rank in list(run.ranks.values()):
                 rank.check_process(grace_s=None)
-                row = rank.row()
+                with self._lock:
+                    row = rank.row()
+                    saving = self._pipeline.save_session(rank.run_id, row)
                 try:
-                    self._pipeline.save_session(rank.run_id, row).result(max(0.0, until - time.monotonic()))
+                    saving.result(max(0.0, until - time.monotonic()))
                 except (TimeoutError, OSError, StoreError) as error:
                     logger.error("counters of rank %d could not be saved: %s", rank.hello.rank, error)
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ class Run:
     ranks: dict[bytes, RankSession] = field(default_factory=dict)
     finished: dict[bytes, SessionRow] = field(default_factory=dict)
     opened: bool = False
+    # Held by the thread that opens the run.
+    opening: threading.Lock = field(default_factory=threading.Lock)
     totals: Held = field(default_factory=Held)
     # See `RunStore.overhead_nbytes`.
     overhead_bytes: int = 0

@@ -81,8 +81,10 @@ class Upkeep:
         if row == saved.row:
             return True
         if now - saved.at >= SAVE_INTERVAL_S:
-            saved.row, saved.at = row, now
-            saved.future = self._pipeline.save_session(rank.run_id, row)
+            # Under the lock. Otherwise the row of a rank that was gone could follow the one of its return.
+            with self._lock:
+                saved.row, saved.at = rank.row(), now
+                saved.future = self._pipeline.save_session(rank.run_id, saved.row)
         return False
 
     def seal(self, run: Run, now: float) -> None:

@@ -53,6 +53,7 @@ class Life:
     process: subprocess.Popen[bytes]
     log: Path
     said: Path
+    began: float = field(default_factory=time.monotonic)
     stopped: list[tuple[float, float]] = field(default_factory=list)  # SIGSTOP … SIGCONT
     killed_at: float | None = None
 

@@ -25,7 +25,7 @@ __all__ = ["judge"]
 
 LONGEST_STEP_S = 60.0  # on a machine that others use as well; what is stated is a second per capture at most
 UNCLEAN_S = 8.0  # a rank may have died unseen so long before or after the daemon was away
-WARNINGS = 12  # kinds of them, each at most every 20 s
+WARNINGS = 12  # kinds of them, each at most every 20 s of the process's life
 DAEMON_NBYTES = 512 << 20  # 256 MiB + staging
 DAEMON_DESCRIPTORS, DAEMON_THREADS, RANK_THREADS = 256, 64, 16
 
@@ -124,8 +124,8 @@ def _nothing_was_said_too_often(told: list[Told]) -> None:
     for one in told:
         text = one.life.said.read_text()
         assert "Traceback" not in text, text
-        times = [line["at"] for line in one.of("step")] or [0.0]
-        assert len(text.splitlines()) <= WARNINGS * (1 + (times[-1] - times[0]) // 20), text
+        ended = one.life.killed_at or max((line["at"] for line in one.of("step")), default=one.life.began)
+        assert len(text.splitlines()) <= WARNINGS * (1 + (ended - one.life.began) // 20), text
 
 
 def _store_is_sound(chaos: Chaos, expected: Path) -> dict[str, Any]:

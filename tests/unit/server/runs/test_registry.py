@@ -30,6 +30,7 @@ from capd.server.runs.names import RunNames
 from capd.server.runs.registry import Registry
 from capd.server.runs.root_lock import RootLock
 from capd.server.runs.run import Run
+from capd.store.catalog.rows import SessionRow
 from capd.store.run.options import StoreOptions
 from capd_client.protocol.control import StatsReply
 from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
@@ -250,6 +251,84 @@ def test_what_was_in_work_of_a_dead_rank_when_the_daemon_was_killed_is_accounted
     pipeline.post("one", lambda _: None).result(20)
     [session] = capd.open(tmp_path / "one.zarr").sessions
     assert (session.committed, session.in_flight, session.dropped) == (1, 0, stats.dropped)
+
+
+def test_ranks_that_come_together_open_their_run_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank could die while another one still read the rows of earlier ranks.
+
+    Its own row was among them. What it had in work was then counted as lost, and committed all the same.
+    """
+    reading, gate = threading.Event(), threading.Event()
+    readings: list[object] = []
+    real = module.read_sessions
+
+    def read(db: sqlite3.Connection) -> list[SessionRow]:
+        readings.append(db)
+        if len(readings) == 1:
+            reading.set()
+            assert gate.wait(20)
+        return real(db)
+
+    monkeypatch.setattr(module, "read_sessions", read)
+    first, second = (threading.Thread(target=write_and_leave, args=(registry, "one")) for _ in range(2))
+    first.start()
+    assert reading.wait(20)
+    second.start()
+    second.join(0.2)
+    [run] = registry.runs()
+    assert run.ranks == {}  # nobody is placed before the first one has read the rows
+    gate.set()
+    for comer in (first, second):
+        comer.join(20)
+
+    assert len(readings) == 1
+    assert sorted(rank.row().committed for rank in run.ranks.values()) == [1, 1]
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_the_row_of_a_rank_that_came_back_is_the_last_one(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """The clock finds the rank dead, and the rank comes back before the clock has saved that.
+
+    look: the look of the clock at the dead rank's row after which the rank comes.
+    """
+    fd = memfd()
+    hello = Hello(protocol=1, client=os.urandom(16), connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
+    rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
+    rank.disconnect(1)
+    rank.process.lost_at -= RETURN_S + 1
+    rank.check_process(grace_s=0.0)
+    again = threading.Thread(
+        target=registry.admit,
+        args=(msgspec.structs.replace(hello, connection=2), fd, os.pidfd_open(os.getpid())),
+    )
+    looks: list[SessionRow] = []
+    states: list[str] = []
+    save, row = pipeline.save_session, RankSession.row
+
+    def note(run_id: str, saved: SessionRow) -> Future[None]:
+        states.append(saved.state)
+        return save(run_id, saved)
+
+    def slow_row(asked: RankSession) -> SessionRow:
+        answer = row(asked)
+        looks.append(answer)
+        if len(looks) == look:
+            assert answer.state == "died"
+            again.start()
+            again.join(0.2)
+        return answer
+
+    monkeypatch.setattr(pipeline, "save_session", note)
+    monkeypatch.setattr(RankSession, "row", slow_row)
+    registry.tick()
+    again.join(20)
+    os.close(fd)
+    assert states[-1] == "live"
+    assert rank.end(2)
 
 
 def test_the_session_of_a_record_is_known_before_the_clock_looked_at_it(
