@@ -89,12 +89,16 @@ class Chaos:
         self.lives: list[Life] = []
         self.daemon_killed: list[float] = []
         self.daemon_away: list[tuple[float, float]] = []  # from a kill, stop or end until it answers again
+        self.daemon_blind: list[
+            tuple[float, float]
+        ] = []  # the same until a rank is admitted: the run is open then
         self._directory = directory
         self._stop_file = directory / "stop"
         self._random = random.Random(seed)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._away_since: float | None = None
+        self._blind_since: float | None = None
         self._ending = False
 
     # The course of events
@@ -116,7 +120,7 @@ class Chaos:
 
     def end(self) -> None:
         """No faults any more: whatever is away comes back, the ranks leave in order, then the daemon."""
-        while self._later or self._away_since is not None:
+        while self._later or self._away_since is not None or self._blind_since is not None:
             self._look()
             threading.Event().wait(TICK_S)
         # A rank whose last try to connect failed leaves without a wait, so one that starts late must be there first.
@@ -148,9 +152,13 @@ class Chaos:
             self.rank_usage.sample(life.process.pid)
         if not self.site.is_alive():
             self._see_ended_daemon()
-        elif self._away_since is not None and not self._ending and "listening on" in self.site.says():
-            self.daemon_away.append((self._away_since, time.monotonic()))
-            self._away_since = None
+        elif not self._ending:
+            if self._away_since is not None and "listening on" in self.site.says():
+                self.daemon_away.append((self._away_since, time.monotonic()))
+                self._away_since = None
+            if self._blind_since is not None and "connected to run" in self.site.says():
+                self.daemon_blind.append((self._blind_since, time.monotonic()))
+                self._blind_since = None
         self.daemon_usage.sample(self._daemon_pid)
 
     def _see_ended_daemon(self) -> None:
@@ -273,8 +281,9 @@ class Chaos:
         return {session["pid"] for session in sessions if session["connected"]}
 
     def _gone(self) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        self._blind_since = self._blind_since or now
 
     def _after(self, longest_s: float, act: Callable[[], object]) -> None:
         at = time.monotonic() + self._random.uniform(0.0, longest_s)

@@ -24,7 +24,7 @@ from tests.kit.processes import capd
 __all__ = ["judge"]
 
 LONGEST_STEP_S = 60.0  # on a machine that others use as well; what is stated is a second per capture at most
-UNCLEAN_S = 8.0  # a rank may have died unseen so long before or after the daemon was away
+UNCLEAN_S = 8.0  # a rank may have died unseen so long before or after no daemon had the run open
 WARNINGS = 12  # kinds of them, each at most every 20 s of the process's life
 DAEMON_NBYTES = 512 << 20  # 256 MiB + staging
 DAEMON_DESCRIPTORS, DAEMON_THREADS, RANK_THREADS = 256, 64, 16
@@ -211,10 +211,10 @@ def _own_counters_agree(one: Told, session: dict[str, Any]) -> None:
 
 
 def _died_unseen(chaos: Chaos, life: Life) -> bool:
-    """Whether a kill of the daemon fell into the time around the rank's own end."""
+    """Whether a kill of the daemon, or a start that recovered the run, fell into the time around the rank's own end."""
     died = life.killed_at
     return died is not None and any(
-        since - UNCLEAN_S <= died <= until + UNCLEAN_S for since, until in chaos.daemon_away
+        since - UNCLEAN_S <= died <= until + UNCLEAN_S for since, until in chaos.daemon_blind
     )
 
 
