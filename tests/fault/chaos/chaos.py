@@ -89,9 +89,7 @@ class Chaos:
         self.lives: list[Life] = []
         self.daemon_killed: list[float] = []
         self.daemon_away: list[tuple[float, float]] = []  # from a kill, stop or end until it answers again
-        self.daemon_blind: list[
-            tuple[float, float]
-        ] = []  # the same until a rank is admitted: the run is open then
+        self.daemon_blind: list[tuple[float, float]] = []  # the same until it has admitted a rank
         self._directory = directory
         self._stop_file = directory / "stop"
         self._random = random.Random(seed)
