@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any
 from capd._version import __version__
 
 if TYPE_CHECKING:
-    from capd.store.format.statistics import merge_stats
-
     # Users know this name.
-    from capd.store.read.store import open_store as open  # noqa: A004
+    from capd.open_run import open_run as open  # noqa: A004
+    from capd.store.format.statistics import merge_stats
 
 __all__ = ["__version__", "merge_stats", "open"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "open":
-        from capd.store.read.store import open_store
+        from capd.open_run import open_run
 
-        return open_store
+        return open_run
     if name == "merge_stats":
         from capd.store.format.statistics import merge_stats
 
         return merge_stats
     raise AttributeError(f"module 'capd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

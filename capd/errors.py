@@ -8,6 +8,8 @@ CapdError (capd_client.errors)
 │   ├── StoreFull          out of disk space or over a budget                          exit 6
 │   ├── NotAStore          nothing, a foreign hierarchy, or a newer format             exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
+├── NoSuchRecord           a series has no record with this index (an IndexError, too)  exit 1
+├── NoSuchSeries           a run has no series with this path (a KeyError, too)         exit 1
 └── NothingMatched         a selection is empty                                        exit 5
 
 `exit_code` on each class is the exit code of the command line.
@@ -21,8 +23,9 @@ from typing import ClassVar
 from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
-    "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NotAStore",
-    "NothingMatched", "ProtocolError", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
+    "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
+    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "StoreBusy", "StoreError", "StoreFull",
+    "exit_code_of",
 ]  # fmt: skip
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -65,6 +68,17 @@ class DamagedRecord(StoreError):
     """Stored bytes fail their checksum or contradict their frame; names series, record and file."""
 
     exit_code: ClassVar[int] = 4
+
+
+class NoSuchRecord(CapdError, IndexError):
+    """A series has no record with the requested index; names the series and its number of records."""
+
+
+class NoSuchSeries(CapdError, KeyError):
+    """A run has no series of the requested path; names similar ones."""
+
+    # A KeyError would quote the message.
+    __str__ = Exception.__str__
 
 
 class NothingMatched(CapdError):

@@ -11,10 +11,13 @@ from capd.analyze.channels import Channels
 from capd.analyze.distribution import Distribution
 from capd.analyze.error_sums import Errors
 from capd.analyze.exact import StatsSum
+from capd.errors import ConfigError
 from capd.store.format.statistics import Stats
+from capd_client.protocol.key import Key, Moment
 
 __all__ = [
     "FIELDS",
+    "GROUP_FIELDS",
     "KEY_FIELDS",
     "MOMENT_FIELDS",
     "STATISTICS",
@@ -22,6 +25,7 @@ __all__ = [
     "Groups",
     "Tally",
     "Value",
+    "checked_fields",
     "in_order",
     "order_of",
 ]
@@ -32,6 +36,8 @@ FIELDS = (
     "quant_type", "rank", "sample_idx", "iteration", "layer", "layer_type", "phase", "operation", "component",
     "tensor_name",
 )  # fmt: skip
+GROUP_FIELDS = (*Key.__struct_fields__, *Moment.__struct_fields__[:-2])
+"""The fields by which records may be grouped: all but the time and the recomputation."""
 STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std")
 
 Value = Union[str, int, None]
@@ -152,6 +158,19 @@ class Groups:
     def values(self, name: str) -> list[Value]:
         """Return the values of a field that is a grouping of its own, in order."""
         return in_order({value for (value,) in self._tallies[name,]})
+
+
+def checked_fields(what: str, names: Iterable[str]) -> Fields:
+    """Return the names of fields, each once. `what` names them in the message.
+
+    Raises:
+        ConfigError: A name is not one of GROUP_FIELDS.
+    """
+    found = tuple(dict.fromkeys(names))
+    for name in found:
+        if name not in GROUP_FIELDS:
+            raise ConfigError(f"{what} {name!r} is no field; use some of {', '.join(GROUP_FIELDS)}")
+    return found
 
 
 def in_order(values: Iterable[Value]) -> list[Value]:

@@ -29,7 +29,8 @@ from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
-    "UNREADABLE", "Item", "Items", "Loaded", "Skipped", "Test", "items_of_files", "items_of_runs", "skipped",
+    "UNREADABLE", "Item", "Items", "Loaded", "Skipped", "Test", "items_of_files", "items_of_runs",
+    "items_of_series", "skipped",
 ]  # fmt: skip
 
 UNREADABLE = (CapdError, OSError, RuntimeError, MemoryError)
@@ -118,12 +119,17 @@ def items_of_runs(paths: Sequence[Path], tests: Sequence[Test]) -> Items:
         NotAStore: If a path is no run.
         StoreError: If a run cannot be opened.
     """
-    series = [
-        (f"{path}/{one.path}" if len(paths) > 1 else one.path, one, _numbers(one))
+    return items_of_series(
+        (f"{path}/{one.path}" if len(paths) > 1 else one.path, one)
         for path in paths
         for one in open_store(path).find()
         if all(test(one.key) for test in tests)
-    ]
+    )
+
+
+def items_of_series(named: Iterable[tuple[str, Series]]) -> Items:
+    """Return the records of series, each with the name that messages give it."""
+    series = [(name, one, _numbers(one)) for name, one in named]
     total = sum(1 if isinstance(numbers, StoreError) else len(numbers) for _, _, numbers in series)
     return Items(total, _each(series))
 

@@ -17,15 +17,12 @@ from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import StoreArgument, default_store
 from capd.errors import ConfigError
 from capd.strict_json import json_number, strict_json
-from capd_client.protocol.key import Key, Moment
 
 if TYPE_CHECKING:
     from capd.report.gather import GatheredRecords
 
-__all__ = ["GROUP_FIELDS", "CompareRequest", "fields_of", "name_some", "place_of"]
+__all__ = ["CompareRequest", "fields_of", "name_some", "place_of"]
 
-# All fields but the time and the recomputation.
-GROUP_FIELDS = (*Key.__struct_fields__, *Moment.__struct_fields__[:-2])
 # The number of left-out records that a line on stderr names.
 _NAMED = 3
 
@@ -101,11 +98,9 @@ class CompareRequest:
 
 def fields_of(option: str, text: str) -> tuple[str, ...]:
     """Return the fields that an option names, each once. Raises ConfigError for an unknown field."""
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in found:
-        if word not in GROUP_FIELDS:
-            raise ConfigError(f"{option} {word!r} is no field; use some of {', '.join(GROUP_FIELDS)}")
-    return found
+    from capd.analyze.groups import checked_fields
+
+    return checked_fields(option, (word.strip() for word in text.split(",")))
 
 
 def name_some(noun: str, what: str, names: Sequence[str], total: int | None = None) -> None:

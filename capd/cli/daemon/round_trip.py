@@ -73,9 +73,9 @@ def _capture(endpoint: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def _compare(run: Path, sent: dict[str, torch.Tensor]) -> dict[str, str]:
     import torch
 
-    import capd
+    from capd.store.read.store import open_store
 
-    store = capd.open(run)
+    store = open_store(run)
     results = {}
     for name, tensor in sent.items():
         try:

@@ -109,9 +109,9 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
 
 def read_store(path: Path) -> Counters:
     """Return the counters that a run's catalogs persisted."""
-    import capd
+    from capd.store.read.store import open_store
 
-    store = capd.open(path)
+    store = open_store(path)
     totals = store.totals()
     disk = os.statvfs(path)
     return Counters(

@@ -71,10 +71,10 @@ def show(
       2  several series match
       5  no series matches, or it has no such record
     """
-    import capd
+    from capd.store.read.store import open_store
 
     name, number = _split(series)
-    found = find_one(capd.open(resolve_run(store, run)), name)
+    found = find_one(open_store(resolve_run(store, run)), name)
     if number is None:
         if as_json:
             print_json({**_head(found), "records": [_record(r) for r in found.records]})

@@ -66,11 +66,11 @@ def stats(
 
 def _drops(source: Source, as_json: bool) -> None:
     """Print the store's ledger. With a live daemon it is at most a second old."""
-    import capd
     from capd.cli.store.drops import drop_lines
     from capd.drops import drops_of
+    from capd.store.read.store import open_store
 
-    found = drops_of(capd.open(source.read().path).sessions)
+    found = drops_of(open_store(source.read().path).sessions)
     print_either(found, drop_lines(found), as_json=as_json)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import capd
+from capd._version import __version__
 from capd.analyze.format_choice import FormatChoice
 from capd.report.document import grouped
 from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
@@ -46,7 +46,7 @@ def page_data(
     return {
         "format": 1,
         "title": ", ".join(Path(source).stem or source for source in sources),
-        "capd": capd.__version__,
+        "capd": __version__,
         "sources": sources,
         "quick": plain["quick"],
         "quantiles": list(QUANTILES),

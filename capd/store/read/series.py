@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -14,19 +13,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import CapdError
+from capd.errors import CapdError, NoSuchRecord
 from capd.store.catalog.rows import SeriesRow
 from capd.store.format.dtypes import is_statistics, stored_type, to_values
-from capd.store.format.packed_statistics import unpack
-from capd.store.format.statistics import Stats, public, summarise
+from capd.store.format.statistics import public
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
+from capd.store.read.lazy import LazyArray, StoredRecords
 from capd.store.read.node import NodeView
+from capd.store.read.notebook import series_html
+from capd.store.read.record import Record, Records
 from capd.store.read.region import Region
 from capd.store.read.rows import SeriesRows
 from capd.store.scan.shown_array import check_array
-from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.key import Key
 
 if TYPE_CHECKING:
     import torch
@@ -34,75 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["Record", "Records", "Series", "import_extra", "tensor_of"]
 
 
-@dataclass(slots=True)
-class Record:
-    """One committed capture. index: its number in the series' array. shape: its true shape, for cropping."""
-
-    index: int
-    iteration: int
-    micro_batch: int
-    call: int
-    sample_idx: int | None
-    batch_idx: int | None
-    sequence_idx: int | None
-    attempt: int
-    time_ns: int
-    recompute: bool
-    shape: tuple[int, ...]
-    device: str
-    requires_grad: bool
-    is_leaf: bool
-    metadata: dict[str, Any]
-    attributes: dict[str, Any]
-    sealed: bool
-    _series: Series = field(repr=False)
-    _stats: Stats | None = field(repr=False)
-
-    @property
-    def committed_stats(self) -> Stats | None:
-        """The committed statistics; None for a record without them. Reads no element."""
-        return self._stats
-
-    @property
-    def stats(self) -> Stats:
-        """The committed statistics. If the record has none, they are computed from its elements."""
-        if self._stats is None:
-            bits, dtype = self._series.read(self.index), self._series.dtype
-            known = unpack if self._series.kept == "statistics" else summarise
-            self._stats = public(known(bits, dtype))
-        return self._stats
-
-
-class Records(Sequence[Record]):
-    """The records of a series in capture order, read on access. A slice is a list."""
-
-    def __init__(self, series: Series) -> None:
-        self._series = series
-
-    def __len__(self) -> int:
-        return len(self._series)
-
-    @overload
-    def __getitem__(self, i: SupportsIndex) -> Record: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[Record]: ...
-
-    def __getitem__(self, i: SupportsIndex | slice) -> Record | list[Record]:
-        numbers = self._series.numbers
-        if isinstance(i, slice):
-            return [self._series.record(number) for number in numbers[i]]
-        return self._series.record(numbers[operator.index(i)])
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} records of {self._series.path}>"
-
-
 class Series:
     """All records of one key and dtype: one Zarr array. Records too large for a series form another variant of it.
 
-    An index `i` counts the records of this view, which `Store.find` may have restricted to one attempt. A `region` is
-    numpy basic indexing with positive steps in the stored record. Only its chunks are read.
+    It is a sequence of its records. An index `i` counts the records of this view, which `Store.find` may have
+    restricted to one attempt. A `region` is numpy basic indexing with positive steps in the stored record. Only its
+    chunks are read.
 
     A series whose `kept` is "statistics" has no elements. Methods that return elements raise CapdError, and `zarr` has
     one statistics row per record.
@@ -200,8 +138,33 @@ class Series:
             _stats=None if row.stats is None else public(row.stats),
         )
 
+    def number(self, i: SupportsIndex) -> int:
+        """Return the number in the array of record `i` of this view.
+
+        Raises:
+            NoSuchRecord: The view has no such record.
+        """
+        at = operator.index(i)
+        try:
+            return self.numbers[at]
+        except IndexError:
+            last = f"; the last is {len(self) - 1}" if len(self) else ""
+            raise NoSuchRecord(f"{self.path}: there is no record {at} of {len(self)}{last}") from None
+
     def __len__(self) -> int:
         return self._row.records if self._attempt == "all" else len(self.numbers)
+
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> Record: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Record]: ...
+
+    def __getitem__(self, i: SupportsIndex | slice) -> Record | list[Record]:
+        return Records(self)[i]
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self.record(number) for number in self.numbers)
 
     def __repr__(self) -> str:
         only = " statistics" if self.kept == "statistics" else ""
@@ -233,8 +196,12 @@ class Series:
             DamagedRecord: An element cannot be read exactly.
             CapdError: `region` is not a valid region, or the series has only statistics.
         """
+        return self.elements(self.number(i), region)
+
+    def elements(self, number: int, region: Region = ...) -> NDArray[np.generic]:
+        """Return the stored bits of the record with this number in the array, as `numpy`."""
         self._must_have_elements()
-        return self.read(self.numbers[operator.index(i)], region)
+        return self.read(number, region)
 
     def values(self, i: SupportsIndex, region: Region = ...) -> NDArray[np.generic]:
         """Return the numbers of record `i`: float32 (exact) for formats stored as bits, otherwise as `numpy`.
@@ -246,6 +213,17 @@ class Series:
             CapdError: `region` is not a valid region, or the series has only statistics.
         """
         return to_values(self.numpy(i, region), self.dtype)
+
+    def tensor(self, number: int, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor:
+        """Return the record with this number in the array as a CPU tensor, as `torch`."""
+        attributes = self.record(number).attributes if dequantise else {}
+        if "tensor_class" not in attributes:
+            return tensor_of(self.elements(number, region), self.dtype)
+        import torch
+
+        where, name = f"{self.path}#{number}", self.key.tensor_name
+        values, dtype = dequantised(where, name, attributes, partial(self._captured_with, number))
+        return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
 
     def torch(self, i: SupportsIndex, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor:
         """Return record `i` as a CPU tensor of the captured dtype, bit for bit, with its own memory.
@@ -261,15 +239,7 @@ class Series:
             CapdError: `region` is not a valid region, or the series has only statistics. With `dequantise`: the
                 class of the tensor is unknown, or another of its parts was not kept.
         """
-        number = self.numbers[operator.index(i)]
-        attributes = self.record(number).attributes if dequantise else {}
-        if "tensor_class" not in attributes:
-            return tensor_of(self.numpy(i, region), self.dtype)
-        import torch
-
-        where, name = f"{self.path}#{number}", self.key.tensor_name
-        values, dtype = dequantised(where, name, attributes, partial(self._captured_with, number))
-        return torch.from_numpy(values[region].copy()).to(getattr(torch, dtype))
+        return self.tensor(self.number(i), region, dequantise=dequantise)
 
     def _captured_with(self, number: int, tensor_name: str) -> tuple[NDArray[np.generic], str] | None:
         """Return the bits and the dtype of another part of a record's tensor; None if it was not captured with it."""
@@ -288,12 +258,15 @@ class Series:
                     return one.read(other), one.dtype
         return None
 
-    def stack(self, records: slice = slice(None), region: Region = ...) -> NDArray[np.generic]:
-        """Return the stored bits of several records of one shape, as [records, *region].
+    def stack(
+        self, records: slice = slice(None), region: Region = ..., *, bits: bool = False
+    ) -> NDArray[np.generic]:
+        """Return the numbers of several records of one shape, as [records, *region], as `values`.
 
         Args:
             records: The records by their indexes in this view.
             region: The part to read from each record.
+            bits: Return the stored bits, as `numpy`.
 
         Raises:
             DamagedRecord: An element cannot be read exactly.
@@ -301,7 +274,8 @@ class Series:
         """
         self._must_have_elements()
         chosen = [(number, self._rows.id(number)) for number in self.numbers[records]]
-        return self._reader.stack(chosen, region)
+        found = self._reader.stack(chosen, region)
+        return found if bits else to_values(found, self.dtype)
 
     def zarr(self) -> Any:
         """Return the sealed records as a read-only zarr.Array [record, *shape] of stored bits or statistics rows.
@@ -314,34 +288,56 @@ class Series:
         check_array(self._node.run, self._row.header)
         return zarr.open_array(self._node.run / self.path / "data", mode="r")
 
-    def dask(self) -> Any:
-        """Return the sealed records as a dask array of stored bits, one block per shard.
+    def lazy(self, *, bits: bool = False) -> LazyArray:
+        """Return the records of this view as a lazy array [record, *largest record shape]: numbers, or stored bits.
 
         Raises:
-            DamagedRecord: The metadata of the array contradict the series.
-            CapdError: The extra `distributed` is not installed, or the series has only statistics.
+            CapdError: The series has only statistics.
         """
         self._must_have_elements()
-        array = self.zarr()
+        records = StoredRecords(self.numbers, lambda number: self._rows.id(number).shape, self.read)
+        return LazyArray(self._row.header.dtype, self._row.max_shape, records, bits=bits)
+
+    def dask(self, *, bits: bool = False) -> Any:
+        """Return the records of this view as a dask array of numbers, one block per shard. Nothing is read yet.
+
+        The array is the one of `xarray`.
+
+        Raises:
+            CapdError: The extra `distributed` is not installed, or the series has only statistics.
+        """
+        array = self.lazy(bits=bits)
         da = import_extra("dask.array", "distributed")
-        return da.from_array(array, chunks=array.shards or array.chunks)
+        blocks = (self._row.header.geometry.shard_records, *(max(n, 1) for n in array.shape[1:]))
+        # Without a name, dask would hash the elements.
+        return da.from_array(
+            array, chunks=blocks, name=False, asarray=False, meta=np.empty((0,), array.dtype)
+        )
 
-    def xarray(self) -> Any:
-        """Return the sealed records as an xarray.DataArray of stored bits. The moments are coordinates on `record`.
+    def xarray(self, *, bits: bool = False) -> Any:
+        """Return the records of this view as an xarray.DataArray of numbers. Nothing is read yet.
+
+        Formats that are stored as bits become float32, which is exact; packed fp4 is unpacked. If the records differ in
+        shape, each is followed by NaN, or by 0 if the dtype has no NaN. The axes of linear and attention operands have
+        names. The fields of the moments are coordinates of `record`; `time` is a datetime64. The attrs are the key and
+        the attributes of the series, such as `emulation`.
+
+        Args:
+            bits: Return the stored bits: uint16 for bfloat16, uint8 for 8-bit floats and packed fp4.
 
         Raises:
-            DamagedRecord: The metadata of the array contradict the series.
             CapdError: The extra `distributed` is not installed, or the series has only statistics.
         """
-        self._must_have_elements()
-        xr = import_extra("xarray", "distributed")
-        check_array(self._node.run, self._row.header)
-        data = xr.open_zarr(self._node.run / self.path, consolidated=False, chunks=None)["data"]
-        rows = SeriesRows(self._node, self._row)
-        moments = [rows.row(number).moment for number in range(data.sizes["record"])]
-        columns = {name: [getattr(moment, name) for moment in moments] for name in Moment.__struct_fields__}
-        known = {name: values for name, values in columns.items() if None not in values}
-        return data.assign_coords({name: ("record", values) for name, values in known.items()})
+        array = self.lazy(bits=bits)
+        import_extra("xarray", "distributed")
+        from capd.store.read.labelled import labelled
+
+        attributes = {**self.attributes, "dtype": self.dtype, "path": self.path}
+        moments = [self._rows.id(number).moment for number in self.numbers]
+        return labelled(array, self.key, attributes, self.numbers, moments)
+
+    def _repr_html_(self) -> str:
+        return series_html(self)
 
 
 def _without_names(key: Key) -> Key:

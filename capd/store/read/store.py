@@ -1,7 +1,7 @@
 """The read API: a Store, its Series and their Records. Imports neither torch nor zarr until an array needs it.
 
-A Store sees all committed records of all nodes, sealed or not. `Series.zarr`, `xarray` and `dask` see only sealed
-records, as plain Zarr readers do.
+A Store sees all committed records of all nodes, sealed or not. `Series.zarr` sees only sealed records, as plain Zarr
+readers do.
 """
 
 from __future__ import annotations
@@ -10,23 +10,36 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from capd.errors import CapdError, NotAStore
+from capd.errors import CapdError, NoSuchSeries, NotAStore
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
+from capd.store.read.notebook import store_html
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.reference import parse_reference
 
-__all__ = ["Record", "Series", "SeriesListing", "Store", "Totals", "list_series", "open_store", "runs"]
+__all__ = [
+    "Record",
+    "Series",
+    "SeriesList",
+    "SeriesListing",
+    "Store",
+    "Totals",
+    "list_series",
+    "open_store",
+    "runs",
+]
 
 _KEY_FIELDS = frozenset(Key.__struct_fields__)
 
@@ -58,6 +71,9 @@ class Store:
     """One run, read-only. It shows a snapshot, which `refresh()` updates."""
 
     def __init__(self, path: Path) -> None:
+        """Open a run directory. Raises NotAStore if it is not one."""
+        if not path.is_dir():
+            raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
         self.path = path
         self.run_id: str = run_attributes(path).get("run_id", path.stem)
         self._tools = ReadTools()
@@ -76,6 +92,9 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {self.path} with {len(self.series)} series>"
 
+    def _repr_html_(self) -> str:
+        return store_html(f"Run {self.path}", self.find())
+
     @property
     def series(self) -> list[Series]:
         """All series with at least one record, all attempts, ordered by path."""
@@ -93,30 +112,52 @@ class Store:
         found.sort(key=lambda item: item[0])
         return [Series(node, row, self._tools, attempt) for _, node, row in found]
 
-    def find(self, *, attempt: int | str = "latest", **key: Any) -> list[Series]:
+    def find(self, *, path: str | None = None, attempt: int | str = "latest", **key: Any) -> SeriesList:
         """Return the series that match a key, with tensors or only statistics (`Series.kept`).
 
         Args:
+            path: A glob of series paths, such as "*.q_proj.forward.input".
             attempt: "latest" keeps the records of the job's latest restart among records at the same moment. A number
                 keeps the records of that restart. "all" keeps everything.
-            **key: Values of key fields. A list of values accepts any of them. A tensor_name of "grad_output" also
-                finds the `input` of a backward, because tensor_saver gave that gradient this name.
+            **key: Values of key fields; a text with `*` or `?` is a glob. A list of values accepts any of them. A
+                tensor_name of "grad_output" also finds the `input` of a backward, because tensor_saver gave that
+                gradient this name.
 
         Raises:
             CapdError: A name is not a key field.
         """
         unknown = key.keys() - _KEY_FIELDS
         if unknown:
-            raise CapdError(f"unknown key field {min(unknown)!r}; known: {', '.join(Key.__struct_fields__)}")
-        wanted = {
-            name: value if isinstance(value, (list, tuple, set)) else (value,) for name, value in key.items()
-        }
+            known = ", ".join(("path", *Key.__struct_fields__))
+            raise CapdError(f"unknown key field {min(unknown)!r}; known: {known}")
+        tests = [_test(name, value) for name, value in key.items()]
+        found = self._pick(lambda key: all(test(key) for test in tests), attempt)
+        return SeriesList(
+            series
+            for series in found
+            if (path is None or fnmatchcase(series.path, path))
+            and (not isinstance(attempt, int) or len(series))
+        )
 
-        def matches(key: Key) -> bool:
-            return all(answers(key, name, values) for name, values in wanted.items())
+    def __getitem__(self, path: str) -> Any:
+        """Return the Series of this path, or the SeriesList of a glob such as "*.q_proj.forward.input".
 
-        found = self._pick(matches, attempt)
-        return [series for series in found if len(series)] if isinstance(attempt, int) else found
+        Raises:
+            NoSuchSeries: No series has this path. The message names similar ones.
+        """
+        found = self.find(path=path)
+        if is_glob(path):
+            return found
+        if not found:
+            paths = [series.path for series in self.series]
+            raise NoSuchSeries(f"{self.path} has no series {path!r}{_similar(path, paths)}")
+        return found[0]
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+    def __iter__(self) -> Iterator[Series]:
+        return iter(self.find())
 
     def record(self, reference: str) -> tuple[Series, int]:
         """Return a record's series and its index there, for a reference that `capd_client.tensor_saver` returned.
@@ -164,6 +205,31 @@ class Store:
             return pd.DataFrame([row for series in self.series for row in _flat(series)])
 
 
+class SeriesList(list[Series]):
+    """The series that a selection found. Notebooks show it as a table."""
+
+    def _repr_html_(self) -> str:
+        return store_html("Series", self)
+
+
+def is_glob(text: str) -> bool:
+    """Return whether a text selects by `*` or `?`."""
+    return "*" in text or "?" in text
+
+
+def _test(field: str, value: Any) -> Callable[[Key], bool]:
+    values = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    globs = [one for one in values if isinstance(one, str) and is_glob(one)]
+    return lambda key: (
+        answers(key, field, values) or any(fnmatchcase(str(getattr(key, field)), glob) for glob in globs)
+    )
+
+
+def _similar(path: str, paths: Sequence[str]) -> str:
+    close = get_close_matches(path, paths, 3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
 def _flat(series: Series) -> Iterator[dict[str, Any]]:
     key = msgspec.structs.asdict(series.key)
     for record in series.records:
@@ -186,10 +252,7 @@ _STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "s
 
 def open_store(path: str | Path) -> Store:
     """Open a run directory. Raises NotAStore if it is not one."""
-    path = Path(path)
-    if not path.is_dir():
-        raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
-    return Store(path)
+    return Store(Path(path))
 
 
 def runs(root: str | Path) -> Sequence[Path]:

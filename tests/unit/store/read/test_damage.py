@@ -66,7 +66,7 @@ def reads(run: Path) -> Iterator[tuple[tuple[str, int], Callable[[], np.ndarray]
     for series, count in everything:
         for number in range(count):
             yield (series.path, number), lambda s=series, n=number: s.numpy(n)
-            yield (series.path, number), lambda s=series, n=number: s.stack(slice(n, n + 1))[0]
+            yield (series.path, number), lambda s=series, n=number: s.stack(slice(n, n + 1), bits=True)[0]
 
 
 def check(run: Path, truth: Truth) -> int:

@@ -1,0 +1,76 @@
+"""A run as `capd.open` opens it: the Store, and the comparison of number formats on its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from capd.errors import NothingMatched
+from capd.store.read.series import import_extra
+from capd.store.read.store import Store
+
+__all__ = ["OpenRun", "open_run"]
+
+
+class OpenRun(Store):
+    """One run, read-only. It shows a snapshot, which `refresh()` updates."""
+
+    def compare(
+        self,
+        formats: Sequence[str] = (),
+        *,
+        by: Sequence[str] = ("tensor_name",),
+        threads: int = 2,
+        **selection: Any,
+    ) -> Any:
+        """Return the errors of number formats on the captured tensors, as `capd compare` measures them.
+
+        Args:
+            formats: Formats such as "mxfp8" or "nvfp4:16x16" (docs/comparing.md). Without any, those of `capd compare`.
+            by: The fields of keys and moments by which records are grouped.
+            threads: The number of threads that read and measure.
+            **selection: The records, as in `find`.
+
+        Returns:
+            A pandas.DataFrame with one row for each group and format: the fields of `by`, `format`, `best`, and the
+            counts and metrics of docs/json.md, such as `sqnr_db`.
+
+        Raises:
+            ConfigError: A format or a field is unknown.
+            NothingMatched: No selected record has high precision.
+            CapdError: The extra `table` is not installed.
+        """
+        pd = import_extra("pandas", "table")
+        # They need torch.
+        from capd.analyze.format_choice import DEFAULT_FORMATS, choices
+        from capd.analyze.groups import Groups, checked_fields
+        from capd.io.items import items_of_series
+        from capd.report.format_errors import COUNTS, METRICS, error_document
+        from capd.report.gather import GatheredRecords, gather
+
+        chosen, fields = choices(",".join(formats) or DEFAULT_FORMATS), checked_fields("by", by)
+        gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
+        items = items_of_series((series.path, series) for series in self.find(**selection))
+        for _ in gather(items.found, gathered, threads=threads, choices=chosen):
+            pass
+        if not gathered.groups.whole().errors:
+            reasons = [reason for _, reason in gathered.unmeasured] + [one.reason for one in gathered.skipped]
+            said = "; ".join(dict.fromkeys(reasons)) or "the selection is empty"
+            raise NothingMatched(f"no record with a high-precision source in {self.path}: {said}")
+        document = error_document([str(self.path)], gathered, chosen, fields)
+        return pd.DataFrame(
+            {
+                **{field: group[field] for field in fields},
+                "format": label,
+                "best": label == group["best"],
+                **{name: errors[name] for name in (*COUNTS, *METRICS)},
+            }
+            for group in document["groups"] or [document["all"]]
+            for label, errors in group["errors"].items()
+        )
+
+
+def open_run(path: str | Path) -> OpenRun:
+    """Open a run directory. Raises NotAStore if it is not one."""
+    return OpenRun(Path(path))
