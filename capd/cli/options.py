@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["Command", "Config", "Json", "StoreRoot", "flag", "grouped", "option"]
+__all__ = ["Command", "Config", "Json", "StoreRoot", "Wide", "flag", "grouped", "option"]
 
 
 def option(name: str, value: str, text: str, *names: str, **more: Any) -> Any:
@@ -35,6 +35,7 @@ def flag(name: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(name, *names, help=text, **more)
 
 
+Wide = Annotated[bool, flag("--wide", "Shorten and leave out nothing to fit the terminal.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Command = Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The job and its arguments.")]
 StoreRoot = Annotated[

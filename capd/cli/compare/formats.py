@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of
-from capd.cli.output import human_count, human_number, note, print_lines, print_table
+from capd.cli.output import human_count, note, print_lines
+from capd.cli.table import Column, aligned, print_columns
 from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["compare_formats", "one_thread_each"]
 
 _AXES = {"-1": (-1,), "-2": (-2,), "both": (-1, -2)}
+# The columns of the table by metric, and the order in which a narrow terminal does without them.
 _SHOWN = {
-    "sqnr_db": "SQNR dB", "relative": "relative", "cosine": "cosine", "max_abs": "max abs", "lost": "lost",
-    "underflow_percent": "underflow %", "saturation_percent": "saturated %", "flush_percent": "flushed %",
+    "sqnr_db": ("SQNR dB", 0), "lost": ("lost", 0), "underflow_percent": ("underflow %", 0),
+    "saturation_percent": ("saturated %", 0), "flush_percent": ("flushed %", 2), "max_abs": ("max abs", 3),
+    "relative": ("relative", 4), "cosine": ("cosine", 5),
 }  # fmt: skip
 
 
@@ -51,9 +54,9 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         for label, errors in group["errors"].items()
     ]
     if not request.print(document, header, rows):
-        _print_table(fields, groups)
+        _print_table(fields, groups, wide=request.wide)
         if per_block:
-            _print_blocks(fields, groups)
+            _print_blocks(fields, groups, wide=request.wide)
     _say_unmeasured(gathered)
     return found.exit_code(gathered)
 
@@ -72,33 +75,50 @@ def _say_unmeasured(gathered: GatheredRecords) -> None:
         name_some("record", "not measured", names, sum(gathered.unmeasured.values()))
 
 
-def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-    header = (*fields, "format", "records", *_SHOWN.values(), "")
-    rows = []
-    for group in groups:
-        for label, errors in group["errors"].items():
-            numbers = [human_number(errors[name]) for name in _SHOWN]
-            best = "best" if label == group["best"] else ""
-            rows.append((*place_of(fields, group), label, human_count(errors["records"]), *numbers, best))
-    print_table(header, rows, right=("records", *_SHOWN.values()))
+def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+    rows = [(group, label, errors) for group in groups for label, errors in group["errors"].items()]
+    places = [place_of(fields, group) for group, _, _ in rows]
+    best = [label == group["best"] for group, label, _ in rows]
+    numbers = {name: aligned([errors[name] for _, _, errors in rows]) for name in _SHOWN}
+    columns = [
+        *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
+        Column("format", [label for _, label, _ in rows], is_name=True),
+        Column("records", [human_count(errors["records"]) for _, _, errors in rows], right=True, spare=1),
+        *(Column(title, numbers[name], right=True, spare=spare) for name, (title, spare) in _SHOWN.items()),
+        Column("", ["best" if one else "" for one in best]),
+    ]
+    print_columns(columns, wide=wide, colours=["green" if one else "" for one in best])
 
 
-def _print_blocks(fields: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+def _print_blocks(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
     from capd.report.format_errors import BLOCK_SHARES
 
-    shares = [f"{100 * share:g} %" for share in BLOCK_SHARES]
-    header = (*fields, "format", "blocks", "saturated %", "scale std", *shares)
-    rows = []
-    for group in groups:
-        for label, errors in group["errors"].items():
-            blocks = errors["blocks"]
-            if blocks is not None:
-                levels = (blocks["sqnr_db"] or dict.fromkeys(shares)).values()
-                numbers = [blocks["saturated_percent"], blocks["scale_log2_std"], *levels]
-                shown = [human_count(blocks["count"]), *map(human_number, numbers)]
-                rows.append((*place_of(fields, group), label, *shown))
+    rows = [
+        (group, label, errors["blocks"])
+        for group in groups
+        for label, errors in group["errors"].items()
+        if errors["blocks"] is not None
+    ]
     if not rows:
         note("none of the formats has blocks")
         return
+    places = [place_of(fields, group) for group, _, _ in rows]
+    levels = [blocks["sqnr_db"] or {} for _, _, blocks in rows]
     print_lines(["", "SQNR in dB of single blocks, quantiles; scale std in powers of two:"])
-    print_table(header, rows, right=header[len(fields) + 1 :])
+    columns = [
+        *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
+        Column("format", [label for _, label, _ in rows], is_name=True),
+        Column("blocks", [human_count(blocks["count"]) for _, _, blocks in rows], right=True, spare=2),
+        Column("saturated %", aligned([blocks["saturated_percent"] for _, _, blocks in rows]), right=True),
+        Column("scale std", aligned([blocks["scale_log2_std"] for _, _, blocks in rows]), right=True),
+        *(
+            Column(
+                f"{100 * share:g} %",
+                aligned([level.get(str(share)) for level in levels]),
+                right=True,
+                spare=0 if share in (0.01, 0.5, 0.99) else 1,
+            )
+            for share in BLOCK_SHARES
+        ),
+    ]
+    print_columns(columns, wide=wide)

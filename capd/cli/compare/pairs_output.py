@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of
-from capd.cli.output import human_count, human_number, note, print_lines, print_table
+from capd.cli.output import human_count, human_number, note, print_lines
+from capd.cli.table import Column, aligned, print_columns
 
 if TYPE_CHECKING:
     from capd.io.pairs import Matched
@@ -18,6 +19,8 @@ __all__ = ["print_differences", "say_left_out"]
 _SHOWN = {
     "max_abs": "max abs", "relative": "relative", "sqnr_db": "SQNR dB", "cosine": "cosine", "special": "NaN/Inf",
 }  # fmt: skip
+# The order in which a narrow terminal does without them.
+_SPARE = {"relative": 2, "cosine": 3, "special": 1}
 # The number of records that a line on stderr names.
 _NAMED = 3
 # The number of records without a counterpart that the JSON names.
@@ -72,9 +75,9 @@ def print_differences(
         header = (*_PAIR_COLUMNS, *(name for name in DIFFERENCE_COLUMNS if name not in _GROUP_ALONE))
     if not request.print(document, header, [[row[name] for name in header] for row in rows]):
         if found.keeps_each:
-            _print_pairs(found.each)
+            _print_pairs(found.each, wide=request.wide)
         elif not stopped:
-            _print_groups(found.by, groups)
+            _print_groups(found.by, groups, wide=request.wide)
         print_lines([*_summary(found, len(pairing.pairs))])
 
 
@@ -82,32 +85,44 @@ def _plain_only(entries: Sequence[Entry]) -> dict[str, Any]:
     return {"count": len(entries), "names": [entry.name for entry in entries[:_MAX_NAMES]]}
 
 
-def _print_groups(fields: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-    header = (*fields, "pairs", "identical", "equal %", *_SHOWN.values())
-    rows = [
-        (
-            *place_of(fields, group), human_count(group["pairs"]), human_count(group["identical"]),
-            _percent(group), *(human_number(group[name]) for name in _SHOWN),
-        )
-        for group in groups
-    ]  # fmt: skip
-    print_table(header, rows, right=header[len(fields) :])
+def _print_groups(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+    places = [place_of(fields, group) for group in groups]
+    columns = [
+        *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
+        Column("pairs", [human_count(group["pairs"]) for group in groups], right=True),
+        Column("identical", [human_count(group["identical"]) for group in groups], right=True),
+        *_numbers(groups),
+    ]
+    print_columns(columns, wide=wide)
 
 
-def _print_pairs(each: Sequence[Mapping[str, Any]]) -> None:
-    header = ("iteration", "micro_batch", "record", "equal %", *_SHOWN.values(), "")
-    rows = [
-        (
-            str(row["iteration"]), str(row["micro_batch"]), row["left"], _percent(row),
-            *(human_number(row[name]) for name in _SHOWN), "differs" if row["different"] else "",
-        )
-        for row in each
-    ]  # fmt: skip
-    print_table(header, rows, right=("iteration", "micro_batch", "equal %", *_SHOWN.values()))
+def _print_pairs(each: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+    columns = [
+        Column("iteration", [str(row["iteration"]) for row in each], right=True),
+        Column("micro_batch", [str(row["micro_batch"]) for row in each], right=True, spare=1),
+        Column("record", [row["left"] for row in each], is_name=True),
+        *_numbers(each),
+        Column("", ["differs" if row["different"] else "" for row in each]),
+    ]
+    print_columns(columns, wide=wide, colours=["red" if row["different"] else "" for row in each])
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    return [
+        Column("equal %", aligned([_share(row) for row in rows]), right=True),
+        *(
+            Column(title, aligned([row[name] for row in rows]), right=True, spare=_SPARE.get(name, 0))
+            for name, title in _SHOWN.items()
+        ),
+    ]
+
+
+def _share(row: Mapping[str, Any]) -> float | None:
+    return 100 * row["equal"] / row["elements"] if row["elements"] else None
 
 
 def _percent(row: Mapping[str, Any]) -> str:
-    return human_number(100 * row["equal"] / row["elements"] if row["elements"] else None)
+    return human_number(_share(row))
 
 
 def _summary(found: Differences, pairs: int) -> list[str]:

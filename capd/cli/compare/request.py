@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.options import Json, flag, option
+from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, note, print_json, print_lines
 from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import StoreArgument, default_store
@@ -44,6 +44,7 @@ class CompareRequest:
     ] = None
     source: SourceOptions
     as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False
+    wide: Wide = False
     as_json: Json = False
 
     @property

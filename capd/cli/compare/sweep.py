@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.formats import one_thread_each
 from capd.cli.compare.request import CompareRequest, place_of
-from capd.cli.output import human_number, note, print_table
+from capd.cli.output import note
+from capd.cli.table import Column, aligned, print_columns
 from capd.errors import NothingMatched
 
 if TYPE_CHECKING:
@@ -43,20 +45,39 @@ def compare_sweep(request: CompareRequest, elements: str | None) -> int:
     skipped = [{"name": one.name, "reason": one.reason} for one in gathered.skipped]
     document = {"sources": found.names, "by": list(fields), "groups": groups, "skipped": skipped}
     if not request.print(document, header, rows):
-        shown = ("score", *_METRICS, *_SHARES)
-        lines = [
-            (
-                *place_of(fields, group), element, human_number(level["exponent"]),
-                *(human_number(level[name]) for name in shown), "recommended" if level["recommended"] else "",
-            )
-            for group in groups
-            for element, sweep in group["sweeps"].items()
-            for level in sweep["levels"]
-        ]  # fmt: skip
-        print_table((*fields, "element", "exponent", *shown, ""), lines, right=("exponent", *shown))
+        _print_table(fields, groups, wide=request.wide)
     if not all(group["exact"] for group in groups):
         note("values of more than 16 bits were rounded to bfloat16 first")
     return found.exit_code(gathered)
+
+
+def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+    rows = [
+        (group, element, level)
+        for group in groups
+        for element, sweep in group["sweeps"].items()
+        for level in sweep["levels"]
+    ]
+    places = [place_of(fields, group) for group, _, _ in rows]
+    levels = [level for _, _, level in rows]
+    shown = {"score": 0, "mse": 1, "cosine": 4, "psnr_db": 3, "mae": 5, "relative": 6, "max_abs": 7,
+             "saturation_percent": 0, "underflow_percent": 0, "flush_percent": 2}  # fmt: skip
+    columns = [
+        *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
+        Column("element", [element for _, element, _ in rows]),
+        Column("exponent", [str(level["exponent"]) for level in levels], right=True),
+        *(
+            Column(
+                name.replace("_percent", " %"),
+                aligned([level[name] for level in levels]),
+                right=True,
+                spare=spare,
+            )
+            for name, spare in shown.items()
+        ),
+        Column("", ["recommended" if level["recommended"] else "" for level in levels]),
+    ]
+    print_columns(columns, wide=wide, colours=["green" if level["recommended"] else "" for level in levels])
 
 
 def _group(tally: Tally, elements: tuple[str, ...]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from capd.cli.output import human_count, table_lines
+from capd.cli.output import human_count
+from capd.cli.table import Column, fitted, terminal_width
 from capd.metrics import RankControl, Selected, Steer
 
 __all__ = ["order_lines", "status_lines"]
@@ -10,28 +11,20 @@ __all__ = ["order_lines", "status_lines"]
 
 def status_lines(ranks: list[RankControl]) -> list[str]:
     """Return the header and one row for each rank."""
-    header = (
-        "rank", "attempt", "host", "pid", "iteration", "captures", "since", "modules", "pending", "in flight",
-        "dropped",
-    )  # fmt: skip
-    rows = [
-        (
-            str(rank.rank),
-            str(rank.attempt),
-            rank.host,
-            str(rank.pid) if rank.connected else f"{rank.pid} (not connected)",
-            _number(rank.iteration),
-            _what(rank.in_force),
-            _number(rank.since),
-            _number(rank.modules),
-            _pending(rank),
-            human_count(rank.in_flight),
-            human_count(sum(rank.dropped.values())),
-        )
-        for rank in ranks
+    columns = [
+        Column("rank", [str(rank.rank) for rank in ranks], right=True),
+        Column("attempt", [str(rank.attempt) for rank in ranks], right=True, spare=4),
+        Column("host", [rank.host for rank in ranks], is_name=True, spare=3),
+        Column("pid", [str(r.pid) if r.connected else f"{r.pid} (not connected)" for r in ranks], spare=5),
+        Column("iteration", [_number(rank.iteration) for rank in ranks], right=True),
+        Column("captures", [_what(rank.in_force) for rank in ranks], is_name=True),
+        Column("since", [_number(rank.since) for rank in ranks], right=True, spare=2),
+        Column("modules", [_number(rank.modules) for rank in ranks], right=True, spare=1),
+        Column("pending", [_pending(rank) for rank in ranks], is_name=True),
+        Column("in flight", [human_count(rank.in_flight) for rank in ranks], right=True),
+        Column("dropped", [human_count(sum(rank.dropped.values())) for rank in ranks], right=True),
     ]
-    right = ("rank", "attempt", "iteration", "since", "modules", "in flight", "dropped")
-    return [f"run {ranks[0].run_id}", *table_lines(header, rows, right)]
+    return [f"run {ranks[0].run_id}", *fitted(columns, terminal_width())[0]]
 
 
 def order_lines(ranks: list[RankControl]) -> list[str]:

@@ -5,37 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capd.cli.output import human_count, human_nbytes, table_lines
+from capd.cli.output import human_count
+from capd.cli.table import Column, fitted, in_one_unit, terminal_width
 
 __all__ = ["drop_lines"]
 
-_HEADER = (
-    "reason", "count", "bytes", "iterations", "rank", "layer", "phase", "operation", "tensor", "dtype",
-)  # fmt: skip
 
-
-def drop_lines(drops: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def drop_lines(drops: Sequence[Mapping[str, Any]], *, wide: bool = False) -> Iterator[str]:
     """Yield the lines of a table of the drops that `capd.drops.drops_of` returns."""
     if not drops:
         yield "nothing was dropped"
         return
-    yield from table_lines(_HEADER, [_cells(drop) for drop in drops], ("count", "bytes", "rank", "layer"))
+    unit, sizes = in_one_unit([drop["bytes"] or 0 for drop in drops])
+
+    def known(field: str) -> list[str]:
+        return ["" if drop["rank"] is None else _text(drop[field]) for drop in drops]
+
+    columns = [
+        Column("reason", [drop["reason"] for drop in drops]),
+        Column("count", [human_count(drop["count"]) for drop in drops], right=True),
+        Column(unit, ["" if drop["rank"] is None else size for drop, size in zip(drops, sizes, strict=True)],
+               right=True, spare=1),
+        Column("iterations", ["" if drop["rank"] is None else _iterations(drop) for drop in drops]),
+        Column("rank", known("rank"), right=True),
+        Column("layer", known("layer"), right=True, spare=2),
+        Column("phase", known("phase"), spare=4),
+        Column("operation", known("operation"), spare=5),
+        Column("tensor", [_tensor(drop) for drop in drops], is_name=True),
+        Column("dtype", known("dtype"), spare=3),
+    ]  # fmt: skip
+    yield from fitted(columns, None if wide else terminal_width())[0]
 
 
-def _cells(drop: Mapping[str, Any]) -> tuple[str, ...]:
-    if drop["rank"] is None:
-        return (drop["reason"], human_count(drop["count"]), "", "", "", "", "", "", "(without a key)", "")
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _iterations(drop: Mapping[str, Any]) -> str:
     first, last = drop["first_iteration"], drop["last_iteration"]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _tensor(drop: Mapping[str, Any]) -> str:
+    if drop["rank"] is None:
+        return "(without a key)"
     place = drop["module"] or ".".join(part for part in (drop["layer_type"], drop["component"]) if part)
-    return (
-        drop["reason"],
-        human_count(drop["count"]),
-        human_nbytes(drop["bytes"]),
-        str(first) if first == last else f"{first}-{last}",
-        str(drop["rank"]),
-        "-" if drop["layer"] is None else str(drop["layer"]),
-        drop["phase"],
-        drop["operation"],
-        f"{place}.{drop['tensor_name']}" if place else drop["tensor_name"],
-        drop["dtype"],
-    )
+    return f"{place}.{drop['tensor_name']}" if place else str(drop["tensor_name"])

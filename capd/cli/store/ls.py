@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from capd.cli.options import Json, grouped, option
-from capd.cli.output import human_count, human_nbytes, note, print_json, print_table
+from capd.cli.options import Json, Wide, grouped, option
+from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.cli.table import Column, in_one_unit, print_columns
 from capd.errors import ConfigError, NothingMatched
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ FIELDS = (
     "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
 )  # fmt: skip
 COUNTABLE = (*FIELDS[1:12], "kept")
-_SERIES = ("path", "dtype", "shape", "kept")
-_TOTALS = ("records", "raw", "stored")
 
 
 @grouped
@@ -38,6 +37,7 @@ def ls(
     by: Annotated[
         str | None, option("--by", "FIELD", f"Count series, records and bytes by: {', '.join(COUNTABLE)}.")
     ] = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """List the series of a run, or count them by a field.
@@ -69,12 +69,8 @@ def ls(
     if as_json:
         print_json(items[:limit])
         return
-    header = _SERIES if by is None else (by, "series")
-    rows = [
-        (*(_series_cells(item) if by is None else _count_cells(item, by)), *_totals(item))
-        for item in items[:limit]
-    ]
-    print_table((*header, *_TOTALS), rows, right=(*_TOTALS, "series"))
+    shown = items[:limit]
+    print_columns([*(_of_series(shown) if by is None else _of_counts(shown, by)), *_totals(shown)], wide=wide)
     note(_summary(path.name, found))
 
 
@@ -102,17 +98,31 @@ def _count_by(rows: Iterable[SeriesListing], field: str) -> list[dict[str, Any]]
     return sorted(groups.values(), key=lambda group: (group[field] is None, group[field]))
 
 
-def _series_cells(item: dict[str, Any]) -> tuple[str, ...]:
-    return item["path"], item["dtype"], "×".join(map(str, item["shape"][1:])) or "scalar", item["kept"]
+def _of_series(items: Sequence[dict[str, Any]]) -> list[Column]:
+    shapes = ["×".join(map(str, item["shape"][1:])) or "scalar" for item in items]
+    kept = [item["kept"] for item in items]
+    return [
+        Column("path", [item["path"] for item in items], is_name=True),
+        Column("dtype", [item["dtype"] for item in items], spare=2),
+        Column("shape", shapes, spare=1),
+        Column("kept", kept, spare=4),
+    ]
 
 
-def _count_cells(item: dict[str, Any], field: str) -> tuple[str, ...]:
-    value = item[field]
-    return "none" if value is None else str(value) or '""', human_count(item["series"])
+def _of_counts(items: Sequence[dict[str, Any]], field: str) -> list[Column]:
+    values = ["none" if item[field] is None else str(item[field]) or '""' for item in items]
+    return [
+        Column(field, values, is_name=True),
+        Column("series", [human_count(item["series"]) for item in items], right=True),
+    ]
 
 
-def _totals(item: dict[str, Any]) -> tuple[str, ...]:
-    return human_count(item["records"]), human_nbytes(item["raw_bytes"]), human_nbytes(item["stored_bytes"])
+def _totals(items: Sequence[dict[str, Any]]) -> list[Column]:
+    columns = [Column("records", [human_count(item["records"]) for item in items], right=True)]
+    for name, spare in (("raw", 3), ("stored", 0)):
+        unit, sizes = in_one_unit([item[f"{name}_bytes"] for item in items])
+        columns.append(Column(f"{name} {unit}", sizes, right=True, spare=spare))
+    return columns
 
 
 def _summary(name: str, rows: Sequence[SeriesListing]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from capd.cli.options import Json, option
+from capd.cli.options import Json, Wide, option
 from capd.cli.output import (
     human_count,
     human_nbytes,
@@ -20,10 +21,10 @@ from capd.cli.output import (
     note,
     print_json,
     print_lines,
-    table_lines,
 )
 from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
 from capd.cli.stores import RunOption, resolve_run
+from capd.cli.table import Column, aligned, print_columns
 from capd.errors import ConfigError, NothingMatched
 from capd_client.protocol.key import Moment
 
@@ -53,6 +54,7 @@ def show(
     run: RunOption = None,
     limit: Annotated[int, option("--limit", "N", "Records to list of a series.", min=1)] = 20,
     values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Show a series with its records, or one record: moment, shape, statistics, histograms, first values.
@@ -79,7 +81,7 @@ def show(
         if as_json:
             print_json({**_head(found), "records": [_record(r) for r in found.records]})
         else:
-            _print_series(found, limit)
+            _print_series(found, limit, wide=wide)
         return
     if not -len(found) <= number < len(found):
         raise NothingMatched(f"{found.path} has no record #{number}: it has {len(found)}")
@@ -168,16 +170,29 @@ def _record_document(series: Series, number: int, first: int) -> dict[str, Any]:
     return document
 
 
-def _print_series(series: Series, limit: int) -> None:
-    header = ("#", "iteration", "micro", "call", "attempt", "shape", "mean", "std", "absmax", "nan", "inf")
-    rows = []
-    for number, record in enumerate(series.records[:limit]):
-        stats = record.stats
-        moment = (record.iteration, record.micro_batch, record.call, record.attempt)
-        measured = (human_number(stats.mean), human_number(stats.std), human_number(stats.absmax))
-        ends = (str(stats.nan), str(stats.inf))
-        rows.append((str(number), *map(str, moment), _shape(record.shape), *measured, *ends))
-    print_lines([*_head_lines(series), "", *table_lines(header, rows, right=header)])
+def _print_series(series: Series, limit: int, *, wide: bool) -> None:
+    records = series.records[:limit]
+    stats = [record.stats for record in records]
+
+    def whole(name: str, values: Iterable[int], spare: int = 0) -> Column:
+        return Column(name, [str(value) for value in values], right=True, spare=spare)
+
+    columns = [
+        whole("#", range(len(records))),
+        whole("iteration", (record.iteration for record in records)),
+        whole("micro", (record.micro_batch for record in records)),
+        whole("call", (record.call for record in records), 2),
+        whole("attempt", (record.attempt for record in records), 3),
+        Column("shape", [_shape(record.shape) for record in records], right=True, spare=1),
+        *(
+            Column(name, aligned([getattr(one, name) for one in stats]), right=True)
+            for name in ("mean", "std", "absmax")
+        ),
+        whole("nan", (one.nan for one in stats)),
+        whole("inf", (one.inf for one in stats)),
+    ]
+    print_lines([*_head_lines(series), ""])
+    print_columns(columns, wide=wide)
     if len(series) > limit:
         note(f"showing {limit} of {len(series):,} records; raise --limit for more")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
-from capd.cli.options import flag, option
-from capd.cli.output import human_count, human_nbytes, note, print_either, print_lines, table_lines
+from capd.cli.options import Wide, flag, option
+from capd.cli.output import human_count, human_nbytes, note, print_either, print_lines
 from capd.cli.stores import RunOption, StoreArgument
+from capd.cli.table import Column, fitted, terminal_width
 from capd.drops import describe_drops, left_out, lost
 from capd.errors import ConfigError, EndpointError
 
@@ -29,6 +30,7 @@ def stats(
     drops: Annotated[
         bool, flag("--drops", "List the drops instead: by key and reason, with iterations.")
     ] = False,
+    wide: Wide = False,
     as_json: Annotated[bool, flag("--json", "Print JSON; with --watch one object per line.")] = False,
 ) -> None:
     """Show the counters of a run: offered, committed, in flight, dropped, rate, compression, disk left.
@@ -53,45 +55,48 @@ def stats(
     if drops:
         if watch:
             raise ConfigError("give one of --watch and --drops")
-        _drops(source, as_json)
+        _drops(source, as_json, wide=wide)
         return
     if watch:
-        _watch(source, interval, as_json)
+        _watch(source, interval, as_json, wide=wide)
         return
     counters = source.read()
     if source.problem and store is None:
         note(f"{source.problem}; these are the counters of the store")
-    print_either(counters.model_dump(), render(counters), as_json=as_json)
+    print_either(counters.model_dump(), render(counters, wide=wide), as_json=as_json)
 
 
-def _drops(source: Source, as_json: bool) -> None:
+def _drops(source: Source, as_json: bool, *, wide: bool) -> None:
     """Print the store's ledger. With a live daemon it is at most a second old."""
     from capd.cli.store.drops import drop_lines
     from capd.drops import drops_of
     from capd.store.read.store import open_store
 
     found = drops_of(open_store(source.read().path).sessions)
-    print_either(found, drop_lines(found), as_json=as_json)
+    print_either(found, drop_lines(found, wide=wide), as_json=as_json)
 
 
-def _watch(source: Source, interval_s: float, as_json: bool) -> None:
+def _watch(source: Source, interval_s: float, as_json: bool, *, wide: bool) -> None:
     if as_json:
         for counters, _ in _refreshes(source, interval_s):
             print_lines([counters.model_dump_json()])
     elif sys.stdout.isatty():
-        _watch_terminal(source, interval_s)
+        _watch_terminal(source, interval_s, wide=wide)
     else:
         for counters, gone in _refreshes(source, interval_s):
             print_lines([_one_line(counters, gone)])
 
 
-def _watch_terminal(source: Source, interval_s: float) -> None:
+def _watch_terminal(source: Source, interval_s: float, *, wide: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
     with Live(auto_refresh=False) as live:
         for counters, gone in _refreshes(source, interval_s):
-            lines = [*(["daemon gone; the last counters known:"] if gone else []), *render(counters)]
+            lines = [
+                *(["daemon gone; the last counters known:"] if gone else []),
+                *render(counters, wide=wide),
+            ]
             live.update(Text("\n".join(lines)), refresh=True)
 
 
@@ -111,7 +116,7 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
         pause.wait(interval_s)
 
 
-def render(counters: Counters) -> list[str]:
+def render(counters: Counters, *, wide: bool = False) -> list[str]:
     """Return the counters as lines for people. If captures were lost, the first line says so."""
     losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
     where = "the daemon" if counters.source == "daemon" else "the store"
@@ -134,7 +139,7 @@ def render(counters: Counters) -> list[str]:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
         )
-    return lines + _session_table(counters)
+    return lines + _session_table(counters, wide=wide)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:
@@ -153,25 +158,27 @@ def _statistics(counters: Counters) -> str:
     return f"{human_count(counters.statistics_records)} of {human_count(counters.records)} records keep nothing else"
 
 
-def _session_table(counters: Counters) -> list[str]:
-    numbers = ("offered", "committed", "in flight", "dropped", "left out")
-    rows = [
-        (
-            str(session.rank),
-            str(session.attempt),
-            session.host,
-            str(session.pid),
-            _state(session),
-            human_count(session.offered),
-            human_count(session.committed),
-            human_count(session.in_flight),
-            human_count(sum(lost(session.dropped).values())),
-            human_count(sum(left_out(session.dropped).values())),
-        )
-        for session in sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
+def _session_table(counters: Counters, *, wide: bool) -> list[str]:
+    sessions = sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
+    if not sessions:
+        return []
+
+    def numbers(name: str, counts: Iterable[int], spare: int = 0) -> Column:
+        return Column(name, [human_count(count) for count in counts], right=True, spare=spare)
+
+    columns = [
+        numbers("rank", (session.rank for session in sessions)),
+        numbers("attempt", (session.attempt for session in sessions), 4),
+        Column("host", [session.host for session in sessions], is_name=True, spare=2),
+        Column("pid", [str(session.pid) for session in sessions], right=True, spare=3),
+        Column("state", [_state(session) for session in sessions], is_name=True),
+        numbers("offered", (session.offered for session in sessions)),
+        numbers("committed", (session.committed for session in sessions)),
+        numbers("in flight", (session.in_flight for session in sessions)),
+        numbers("dropped", (sum(lost(session.dropped).values()) for session in sessions)),
+        numbers("left out", (sum(left_out(session.dropped).values()) for session in sessions), 1),
     ]
-    header = ("rank", "attempt", "host", "pid", "state", *numbers)
-    return ["", *table_lines(header, rows, ("rank", "attempt", "pid", *numbers))] if rows else []
+    return ["", *fitted(columns, None if wide else terminal_width())[0]]
 
 
 def _state(session: SessionStats) -> str:

@@ -1,0 +1,166 @@
+"""Tables for people: they fit the terminal, their numbers have three digits and one unit a column.
+
+Where stdout is no terminal, nothing is shortened or left out, so that pipes find every character.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from capd.cli.output import note, print_lines
+
+__all__ = ["Column", "aligned", "fitted", "in_one_unit", "painted", "print_columns", "terminal_width"]
+
+_GAP = "  "
+# A shortened name keeps its beginning and its end.
+_LEAST_NAME = 16
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COLOURS = {"bold": "1", "red": "31", "green": "32"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: The header.
+        cells: The cell of each row.
+        right: Whether cells are aligned to the right.
+        is_name: Whether a cell may be shortened in the middle.
+        spare: In a narrow terminal, the column with the largest number is left out first; 0: never.
+    """
+
+    name: str
+    cells: Sequence[str]
+    right: bool = False
+    is_name: bool = False
+    spare: int = 0
+
+    @property
+    def width(self) -> int:
+        """The width of the widest cell."""
+        return max(map(len, (self.name, *self.cells)))
+
+
+def print_columns(columns: Sequence[Column], *, wide: bool = False, colours: Sequence[str] = ()) -> None:
+    """Print a table.
+
+    Args:
+        columns: The columns.
+        wide: Whether nothing is shortened or left out in a terminal, too.
+        colours: A colour for each row, "" for none.
+    """
+    (header, *rows), left_out = fitted(columns, None if wide else terminal_width())
+    shades = colours or [""] * len(rows)
+    print_lines(
+        [painted(header, "bold"), *(painted(row, shade) for row, shade in zip(rows, shades, strict=True))]
+    )
+    if left_out:
+        note(f"left out to fit the terminal: {', '.join(left_out)}; --wide shows all columns")
+
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal, None if stdout is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def painted(text: str, colour: str) -> str:
+    """Return text in a colour, if there is one, where stdout is a terminal and NO_COLOR is not set (https://no-color.org)."""
+    if (
+        not colour
+        or not sys.stdout.isatty()
+        or os.environ.get("NO_COLOR")
+        or os.environ.get("TERM") == "dumb"
+    ):
+        return text
+    return f"\033[{_COLOURS[colour]}m{text}\033[0m"
+
+
+def fitted(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str]]:
+    """Return the lines of a table of at most this width, and the names of the columns that were left out.
+
+    Columns are left out if names of 16 characters would not be enough. A table that is still too wide stays so.
+    """
+    shown, left_out = list(columns), []
+    while width is not None and _least(shown) > width:
+        spare = max(shown, key=lambda column: column.spare)
+        if not spare.spare:
+            break
+        shown.remove(spare)
+        left_out.append(spare.name)
+    widths = [column.width for column in shown]
+    if width is not None:
+        _narrow(shown, widths, width - len(_GAP) * (len(shown) - 1))
+    rows = [
+        [_fit(cell, column, room) for cell in (column.name, *column.cells)]
+        for column, room in zip(shown, widths, strict=True)
+    ]
+    return [_GAP.join(row).rstrip() for row in zip(*rows, strict=True)], left_out
+
+
+def _least(columns: Sequence[Column]) -> int:
+    widths = [min(column.width, _LEAST_NAME) if column.is_name else column.width for column in columns]
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _narrow(columns: Sequence[Column], widths: list[int], room: int) -> None:
+    """Take from the widest names what the table is too wide."""
+    names = [at for at, column in enumerate(columns) if column.is_name]
+    for _ in range(max(0, sum(widths) - room)):
+        widest = max(names, key=lambda at: widths[at], default=None)
+        if widest is None or widths[widest] <= _LEAST_NAME:
+            return
+        widths[widest] -= 1
+
+
+def _fit(cell: str, column: Column, width: int) -> str:
+    if len(cell) > width:
+        # The end of a module's name says more than its beginning.
+        tail = (width - 1) * 2 // 3
+        cell = f"{cell[: width - 1 - tail]}…{cell[len(cell) - tail :]}"
+    return cell.rjust(width) if column.right else cell.ljust(width)
+
+
+def aligned(values: Sequence[float | None], digits: int = 3) -> list[str]:
+    """Return numbers with so many significant digits and their points below each other; None as a dash.
+
+    Numbers below 0.0001 or from a million on, infinities and NaN have no common point.
+    """
+    texts = [_rounded(value, digits) for value in values]
+    plain = [text for text in texts if _has_place(text)]
+    after = max((len(text.partition(".")[2]) for text in plain), default=0)
+    pad = after + (1 if after else 0)
+    return [text.ljust(len(text.partition(".")[0]) + pad) if _has_place(text) else text for text in texts]
+
+
+def _rounded(value: float | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if float(text) == int(float(text)) and value == int(value) else text
+
+
+def _has_place(text: str) -> bool:
+    return text[-1].isdigit() and "e" not in text
+
+
+def in_one_unit(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """Return the unit of the largest size, and all sizes in it, with points below each other."""
+    largest = max(sizes, default=0)
+    power = min(len(_UNITS) - 1, max(0, (largest.bit_length() - 1) // 10))
+    # 1,000 KiB and more are shown as 0.98 MiB.
+    if power + 1 < len(_UNITS) and largest >= 1000 * 1024**power:
+        power += 1
+    return _UNITS[power], aligned([size / 1024**power for size in sizes])
