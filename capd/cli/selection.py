@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
 from capd.cli.options import option
 from capd.store.documents.gradient_names import answers
+from capd_client.process.text import number_ranges
 from capd_client.protocol.selection import Ranges
 
 __all__ = ["KeyOptions", "Tests"]
 
+# The number of values that a message names.
+_NAMED = 8
 Test = Callable[[Any], bool]
 Tests = Sequence[Test]
 
@@ -47,6 +51,18 @@ class KeyOptions:
         """
         return [_test(field, wanted) for field, wanted in vars(self).items() if wanted]
 
+    def why_none(self, keys: Iterable[Any]) -> str:
+        """Say why no key passes all tests: the values that there are, and the one that was probably meant."""
+        everything = list(keys)
+        if not everything:
+            return "it has no series yet"
+        reasons = [
+            _reason(field, wanted, everything)
+            for field, wanted in vars(self).items()
+            if wanted and not any(map(_test(field, wanted), everything))
+        ]
+        return "; ".join(reasons) or "each option matches some series, but none matches all of them"
+
 
 def _test(field: str, wanted: Any) -> Test:
     if field == "module":
@@ -62,3 +78,17 @@ def _in_ranges(field: str, text: str) -> Test:
     none = "none" in parts
     numbers = Ranges(",".join(part for part in parts if part != "none"))
     return lambda row: none if (value := getattr(row, field)) is None else value in numbers
+
+
+def _reason(field: str, wanted: Any, keys: Sequence[Any]) -> str:
+    words = [wanted] if isinstance(wanted, str) else list(wanted)
+    there = {getattr(key, field) for key in keys}
+    numbers = sorted(value for value in there if isinstance(value, int))
+    names = sorted(value for value in there if isinstance(value, str))
+    known = (
+        number_ranges(numbers) if numbers else ", ".join(names[:_NAMED]) + (", …" if names[_NAMED:] else "")
+    )
+    close = [match for word in words for match in get_close_matches(word, names, 1, 0.5)]
+    meant = f"; did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+    name = "tensor" if field == "tensor_name" else field.replace("_", "-")
+    return f"--{name} {','.join(words)} matches none of {known or 'none'}{meant}"

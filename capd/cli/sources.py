@@ -101,8 +101,12 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
     items = items_of_runs(paths, tests)
     names = [str(path) for path in paths]
     if not items.total:
-        why = " matches the selection" if tests else " yet"
-        raise NothingMatched(f"no series in {', '.join(names)}{why}")
+        from capd.store.read.store import open_store
+
+        keys = [series.key for path in paths for series in open_store(path).series]
+        raise NothingMatched(
+            f"no series in {', '.join(names)} matches the selection: {options.keys.why_none(keys)}"
+        )
     return Sources(names, items, False, options.threads)
 
 

@@ -31,6 +31,9 @@ PAGES = sorted(
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 ENTRY = re.compile(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", re.MULTILINE)
+CHINESE_PAGES = (
+    "quickstart", "migration", "migration-files", "migration-runs", "comparing", "report", "plots", "emulation",
+)  # fmt: skip
 CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -96,7 +99,6 @@ def test_a_chinese_page_has_the_code_blocks_names_and_figures_of_the_english_one
     english = english_page(path)
     chinese_text, english_text = path.read_text(), english.read_text()
 
-    assert code_blocks(english_text)
     assert code_blocks(chinese_text) == code_blocks(english_text)
     assert heading_levels(chinese_text) == heading_levels(english_text)
     assert inline_code(chinese_text) == inline_code(english_text)
@@ -120,7 +122,7 @@ def test_every_link_of_a_chinese_page_leads_to_a_heading_that_exists(path: Path)
 def test_the_first_pages_are_there_in_chinese() -> None:
     assert {path.relative_to(REPOSITORY).as_posix() for path in CHINESE} >= {
         "README.zh.md",
-        "docs/quickstart.zh.md",
+        *(f"docs/{name}.zh.md" for name in CHINESE_PAGES),
     }
 
 

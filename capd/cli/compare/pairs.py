@@ -11,7 +11,7 @@ from capd.cli.compare.request import CompareRequest, fields_of
 from capd.cli.output import human_count, note
 from capd.cli.progress import Progress
 from capd.cli.sources import holds_files
-from capd.cli.stores import resolve_run
+from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd_client.protocol.key import Key
 
@@ -130,7 +130,7 @@ def _sides(request: CompareRequest, between: str | None) -> tuple[Side, Side, st
             raise ConfigError("--between compares two values within one STORE; leave OTHER out")
         return _side(request, request.place, []), _side(request, request.other, []), None
     field, words = _between(str(between))
-    left, right = (_side(request, request.place, [_equals(field, word)]) for word in words)
+    left, right = (_side(request, request.place, [_equals(field, word)], f"{field}={word}") for word in words)
     for side, word in ((left, words[0]), (right, words[1])):
         side.source = f"{side.source} ({field}={word})"
     return left, right, field
@@ -148,13 +148,29 @@ def _between(text: str) -> tuple[str, list[str]]:
     return field, words
 
 
-def _side(request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]]) -> Side:
+def _side(
+    request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]], value: str = ""
+) -> Side:
     from capd.io.sides import file_side, run_side
 
     tests = [*request.source.keys.tests(), *tests]
     if holds_files(place) and any(place.rglob("*.pt")):
         return file_side(place, tests, request.source.layer_base)
-    return run_side(resolve_run(place, request.source.run), tests)
+    run = _newest_with(place, tests) if value and not request.source.run and not is_run(place) else None
+    if run is None:
+        return run_side(resolve_run(place, request.source.run), tests)
+    note(f"{value}: reading {run}")
+    return run_side(run, tests)
+
+
+def _newest_with(place: Path, tests: Sequence[Callable[[Any], bool]]) -> Path | None:
+    """Return the newest run that has a series of the selection: each `capd run` writes a run of its own."""
+    from capd.store.read.store import open_store, runs
+
+    for run in reversed(runs(place)):
+        if any(all(test(series.key) for test in tests) for series in open_store(run).series):
+            return run
+    return None
 
 
 def _equals(field: str, word: str) -> Callable[[Any], bool]:

@@ -30,7 +30,8 @@ def export(
     store: StoreArgument = None,
     to: Annotated[Format, option("--to", "FORMAT", f"Format: {', '.join(get_args(Format))}.")] = "pt",
     out: Annotated[
-        Path | None, option("--out", "DIR", "Where the files go [default: ./RUN-FORMAT].", "-o")
+        Path | None,
+        option("--out", "DIR", "Where the files go; without it, only say how much that would be.", "-o"),
     ] = None,
     run: RunOption = None,
     names: Annotated[Scheme, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
@@ -74,8 +75,9 @@ def export(
     \b
     Examples:
       capd export captures --run exp7 --out files
-      capd export captures --to npz --layer 0-3 --tensor weight
-      capd export captures --to parquet
+      capd export captures --layer 0-3           (how much would that be?)
+      capd export captures --to npz --tensor weight -o arrays
+      capd export captures --to parquet -o table
 
     \b
     Exit codes:
@@ -90,18 +92,29 @@ def export(
     found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
-        matched = (
-            "only series of statistics match (--to parquet)" if found else "no series matches the selection"
-        )
+        why = keys.why_none(series.key for series in opened.series)
+        matched = "only series of statistics match (--to parquet)" if found else why
         raise NothingMatched(f"nothing to export from {opened.path}: {matched}")
     if len(chosen) < len(found):
         note(
             f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"
         )
-    target = out or Path(f"{opened.path.stem}-{to}")
+    if out is None:
+        _say_how_much(chosen, Path(f"{opened.path.stem}-{to}"), to, as_json)
+        return
     naming = Naming(names, tensor_names, layer_base)
     with settled_heap():
-        _report(_files(opened.run_id, chosen, target, to, naming, jobs), chosen, target, to, as_json)
+        _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
+
+
+def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) -> None:
+    records, nbytes = sum(map(len, chosen)), sum(series.raw_bytes for series in chosen)
+    # A table has statistics alone.
+    size = "" if to == "parquet" else f", about {human_nbytes(nbytes)}"
+    what = f"{human_count(records, 'record')} of {len(chosen):,} series{size}"
+    said = f"{what}; nothing is written yet: -o {target} writes it"
+    found = {"directory": None, "format": to, "records": records, "series": len(chosen), "raw_bytes": nbytes}
+    print_either(found, [said], as_json=as_json)
 
 
 def _files(

@@ -22,6 +22,7 @@ FIELDS = (
     "path", "quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name",
     "module", "stack", "dtype", "shape", "records", "raw_bytes", "stored_bytes", "kept",
 )  # fmt: skip
+SORTABLE = ("records", "raw_bytes", "stored_bytes")
 COUNTABLE = (*FIELDS[1:12], "kept")
 
 
@@ -38,6 +39,7 @@ def ls(
         str | None, option("--by", "FIELD", f"Count series, records and bytes by: {', '.join(COUNTABLE)}.")
     ] = None,
     wide: Wide = False,
+    sort: Annotated[str | None, option("--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the series of a run, or count them by a field.
@@ -54,16 +56,21 @@ def ls(
     """
     if by is not None and by not in COUNTABLE:
         raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
+    if sort is not None and sort not in SORTABLE:
+        raise ConfigError(f"--sort {sort!r} is not a field; use one of {', '.join(SORTABLE)}")
     from capd.store.read.store import list_series
 
     path, tests = resolve_run(store, run), keys.tests()
-    found = [row for row in list_series(path) if all(test(row) for test in tests)]
+    everything = list_series(path)
+    found = [row for row in everything if all(test(row) for test in tests)]
     if not found:
         if as_json:
             print_json([])
-        raise NothingMatched(f"no series in {path}" + (" matches the filters" if tests else " yet"))
+        raise NothingMatched(f"no series in {path} matches the selection: {keys.why_none(everything)}")
     found.sort(key=_order)
     items = [_plain(row) for row in found] if by is None else _count_by(found, by)
+    if sort is not None:
+        items.sort(key=lambda item: item[sort], reverse=True)
     if limit is not None and len(items) > limit:
         note(f"showing {limit} of {len(items):,}; raise --limit for more")
     if as_json:

@@ -53,9 +53,10 @@ def labelled(
         moments: The moments of the records. Each field becomes a coordinate, `time_ns` as datetime64 `time`.
     """
     names = ("record", *dimension_names(key, attributes, array.ndim - 1))
-    # xarray's own types do not fit each other here.
-    lazy: Any = indexing.LazilyIndexedArray(_Backend(array))
-    cached: Any = indexing.MemoryCachedArray(indexing.CopyOnWriteArray(lazy))
+    # xarray has no types for these.
+    wrappers: Any = indexing
+    lazy = wrappers.LazilyIndexedArray(_Backend(array))
+    cached = wrappers.MemoryCachedArray(wrappers.CopyOnWriteArray(lazy))
     attrs = {name: _plain(value) for name, value in {**attributes, **msgspec.to_builtins(key)}.items()}
     variable = xr.Variable(names, cached, {name: value for name, value in attrs.items() if value is not None})
     coordinates = {"record": np.asarray(numbers, dtype=np.int64), **_coordinates(moments)}

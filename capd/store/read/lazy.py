@@ -69,7 +69,9 @@ class LazyArray:
             shape = self._unpacked(self._records.shape(number))
             within = [range(a.start, min(a.stop, n), a.step) for a, n in zip(axes, shape, strict=True)]
             if all(within):
-                out[(at, *(slice(len(axis)) for axis in within))] = self._region(number, within)
+                target = tuple(slice(len(axis)) for axis in within)
+                # Without the Ellipsis, a record without axes would be a scalar.
+                out[at, ...][target] = self._region(number, within)
         return out.reshape(selection.shape)
 
     def _region(self, number: int, axes: Sequence[range]) -> NDArray[np.generic]:

@@ -79,7 +79,7 @@ def test_a_filter_that_matches_nothing_exits_with_5(capd: Capd, second: Path) ->
     found = capd("ls", second, "--rank", "9", "--json")
 
     assert (found.code, found.json) == (5, [])
-    assert "matches the filters" in found.err
+    assert "matches the selection" in found.err
 
 
 def test_counts_by_field_add_up(capd: Capd, second: Path) -> None:
