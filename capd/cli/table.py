@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from capd.cli.output import note, print_lines
 
-__all__ = ["Column", "aligned", "fitted", "in_one_unit", "painted", "print_columns", "terminal_width"]
+__all__ = [
+    "Column",
+    "aligned",
+    "drawn",
+    "fitted",
+    "in_one_unit",
+    "painted",
+    "print_columns",
+    "terminal_width",
+]
 
 _GAP = "  "
 # A shortened name keeps its beginning and its end.
@@ -48,7 +57,17 @@ class Column:
 
 
 def print_columns(columns: Sequence[Column], *, wide: bool = False, colours: Sequence[str] = ()) -> None:
-    """Print a table.
+    """Print a table, and name on stderr the columns that did not fit. The arguments are those of `drawn`."""
+    lines, left_out = drawn(columns, wide=wide, colours=colours)
+    print_lines(lines)
+    if left_out:
+        note(f"left out to fit the terminal: {', '.join(left_out)}; --wide shows all columns")
+
+
+def drawn(
+    columns: Sequence[Column], *, wide: bool = False, colours: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the lines of a table for stdout, and the names of the columns that do not fit it.
 
     Args:
         columns: The columns.
@@ -57,11 +76,8 @@ def print_columns(columns: Sequence[Column], *, wide: bool = False, colours: Seq
     """
     (header, *rows), left_out = fitted(columns, None if wide else terminal_width())
     shades = colours or [""] * len(rows)
-    print_lines(
-        [painted(header, "bold"), *(painted(row, shade) for row, shade in zip(rows, shades, strict=True))]
-    )
-    if left_out:
-        note(f"left out to fit the terminal: {', '.join(left_out)}; --wide shows all columns")
+    shown = [painted(row, shade) for row, shade in zip(rows, shades, strict=True)]
+    return [painted(header, "bold"), *shown], left_out
 
 
 def terminal_width() -> int | None:

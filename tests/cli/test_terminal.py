@@ -43,7 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, scale in (("input", 1e3), ("weight", 0.02), ("grad_output", 1e-7)):
             values = rng.normal(scale=scale, size=(64, 64)).astype("f4")
             key = linear_key(module=LONG.format(layer), layer=layer, tensor_name=name)
-            writer.put("run", key, values, "float32", Moment(iteration=1000 + layer, time_ns=1))
+            writer.put("run", key, values, "float32", Moment(iteration=1000, time_ns=1))
     writer.save_session("run", session_row())
     writer.close()
     return root / "run.zarr"

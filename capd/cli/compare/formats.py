@@ -18,9 +18,9 @@ __all__ = ["compare_formats", "one_thread_each"]
 _AXES = {"-1": (-1,), "-2": (-2,), "both": (-1, -2)}
 # The columns of the table by metric, and the order in which a narrow terminal does without them.
 _SHOWN = {
-    "sqnr_db": ("SQNR dB", 0), "lost": ("lost", 0), "underflow_percent": ("underflow %", 0),
-    "saturation_percent": ("saturated %", 0), "flush_percent": ("flushed %", 2), "max_abs": ("max abs", 3),
-    "relative": ("relative", 4), "cosine": ("cosine", 5),
+    "sqnr_db": ("SQNR dB", 0), "lost": ("lost", 0), "underflow_percent": ("underflow %", 1),
+    "saturation_percent": ("saturated %", 2), "flush_percent": ("flushed %", 4), "max_abs": ("max abs", 5),
+    "relative": ("relative", 6), "cosine": ("cosine", 7),
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, 
     columns = [
         *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
         Column("format", [label for _, label, _ in rows], is_name=True),
-        Column("records", [human_count(errors["records"]) for _, _, errors in rows], right=True, spare=1),
+        Column("records", [human_count(errors["records"]) for _, _, errors in rows], right=True, spare=3),
         *(Column(title, numbers[name], right=True, spare=spare) for name, (title, spare) in _SHOWN.items()),
         Column("", ["best" if one else "" for one in best]),
     ]

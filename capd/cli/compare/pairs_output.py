@@ -78,7 +78,8 @@ def print_differences(
             _print_pairs(found.each, wide=request.wide)
         elif not stopped:
             _print_groups(found.by, groups, wide=request.wide)
-        print_lines([*_summary(found, len(pairing.pairs))])
+        gap = [""] if found.keeps_each or not stopped else []
+        print_lines([*gap, *_summary(found, len(pairing.pairs))])
 
 
 def _plain_only(entries: Sequence[Entry]) -> dict[str, Any]:

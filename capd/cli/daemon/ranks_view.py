@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capd.cli.output import human_count
-from capd.cli.table import Column, fitted, terminal_width
+from capd.cli.table import Column, drawn
 from capd.metrics import RankControl, Selected, Steer
 
 __all__ = ["order_lines", "status_lines"]
@@ -24,7 +24,7 @@ def status_lines(ranks: list[RankControl]) -> list[str]:
         Column("in flight", [human_count(rank.in_flight) for rank in ranks], right=True),
         Column("dropped", [human_count(sum(rank.dropped.values())) for rank in ranks], right=True),
     ]
-    return [f"run {ranks[0].run_id}", *fitted(columns, terminal_width())[0]]
+    return [f"run {ranks[0].run_id}", *drawn(columns)[0]]
 
 
 def order_lines(ranks: list[RankControl]) -> list[str]:

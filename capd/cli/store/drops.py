@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from capd.cli.output import human_count
-from capd.cli.table import Column, fitted, in_one_unit, terminal_width
+from capd.cli.table import Column, drawn, in_one_unit
 
 __all__ = ["drop_lines"]
 
@@ -34,7 +34,7 @@ def drop_lines(drops: Sequence[Mapping[str, Any]], *, wide: bool = False) -> Ite
         Column("tensor", [_tensor(drop) for drop in drops], is_name=True),
         Column("dtype", known("dtype"), spare=3),
     ]  # fmt: skip
-    yield from fitted(columns, None if wide else terminal_width())[0]
+    yield from drawn(columns, wide=wide)[0]
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from capd.cli.options import Wide, flag, option
 from capd.cli.output import human_count, human_nbytes, note, print_either, print_lines
 from capd.cli.stores import RunOption, StoreArgument
-from capd.cli.table import Column, fitted, terminal_width
+from capd.cli.table import Column, drawn
 from capd.drops import describe_drops, left_out, lost
 from capd.errors import ConfigError, EndpointError
 
@@ -97,7 +97,7 @@ def _watch_terminal(source: Source, interval_s: float, *, wide: bool) -> None:
                 *(["daemon gone; the last counters known:"] if gone else []),
                 *render(counters, wide=wide),
             ]
-            live.update(Text("\n".join(lines)), refresh=True)
+            live.update(Text.from_ansi("\n".join(lines)), refresh=True)
 
 
 def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bool]]:
@@ -178,7 +178,7 @@ def _session_table(counters: Counters, *, wide: bool) -> list[str]:
         numbers("dropped", (sum(lost(session.dropped).values()) for session in sessions)),
         numbers("left out", (sum(left_out(session.dropped).values()) for session in sessions), 1),
     ]
-    return ["", *fitted(columns, None if wide else terminal_width())[0]]
+    return ["", *drawn(columns, wide=wide)[0]]
 
 
 def _state(session: SessionStats) -> str:
