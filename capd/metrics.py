@@ -14,7 +14,7 @@ class _Model(BaseModel):
 
 
 class SessionStats(_Model):
-    """The counters of one rank; at rest, offered = committed + in_flight + Σ dropped.
+    """The counters of one rank: offered = committed + in_flight + Σ dropped.
 
     Attributes:
         client: The uuid in hex.

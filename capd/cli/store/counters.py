@@ -39,7 +39,7 @@ class Source:
     def __init__(self, store: Path | None, run: str | None) -> None:
         self._store = store
         self._run = run
-        # The path of the daemon's run, for reads after the daemon has ended.
+        # The path of the run that was read last. A read after the daemon has ended stays with it.
         self._last: Path | None = None
         # The reason why the daemon could not be asked.
         self.problem = ""
@@ -55,6 +55,7 @@ class Source:
             if self._store is None and self.problem:
                 raise EndpointError(f"{self.problem}; and {error}") from error
             raise
+        self._last = path
         return read_store(path)
 
     def _from_daemon(self) -> Counters | None:

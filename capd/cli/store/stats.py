@@ -119,10 +119,10 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
 def render(counters: Counters, *, wide: bool = False) -> list[str]:
     """Return the counters as lines for people. If captures were lost, the first line says so."""
     losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
-    where = "the daemon" if counters.source == "daemon" else "the store"
+    where = "live" if counters.source == "daemon" else "from the store; no daemon writes it"
     lines = [
         *([losses] if losses else []),
-        f"run         {counters.run_id} (from {where}; {counters.path})",
+        f"run         {counters.run_id} ({where}; {counters.path})",
         f"offered     {human_count(counters.offered)}",
         f"committed   {human_count(counters.committed)}",
         f"in flight   {human_count(counters.in_flight)}",

@@ -1,8 +1,8 @@
 """The accounting of one rank: merges its own counters with the daemon's knowledge so that they add up. Pure.
 
 The rank counts its offered and dropped captures in the counter page of its arena. The daemon knows the committed and
-refused ones. While the rank lives, each side is right about its own part. When the rank is gone, both are reconciled
-so that offered = committed + in work + Σ dropped holds exactly:
+refused ones. While the rank lives, each side is right about its own part, and what is in neither is in flight. When the
+rank is gone, both are reconciled so that offered = committed + in work + Σ dropped holds exactly:
 
 - A refusal that the rank never received is counted by the daemon (the larger of both counts).
 - A capture that the rank gave up at exit, although the daemon took it, counts as taken and not as dropped.
@@ -36,13 +36,12 @@ class PageCounters:
     """One reading of a rank's counter page."""
 
     offered: int = 0
-    in_flight: int = 0
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTotals:
-    """The counters of one session; at rest, offered = committed + in_flight + Σ dropped."""
+    """The counters of one session: offered = committed + in_flight + Σ dropped."""
 
     offered: int
     committed: int
@@ -60,13 +59,13 @@ def reconcile(
         committed: The records of this client in the store, over all its connections and daemons.
         refused: The refusals of this daemon, by reason (all in DAEMON_REASONS).
         in_work: For a rank that is gone, the captures whose outcome is still open. None while the rank lives;
-            `in_flight` is then the rank's own count.
+            `in_flight` is then the rest: the rank's own count is of another moment.
     """
     dropped = {reason: count for reason, count in page.dropped.items() if count}
     for reason, count in refused.items():
         dropped[reason] = max(count, dropped.get(reason, 0))
     if in_work is None:
-        return SessionTotals(page.offered, committed, page.in_flight, dropped)
+        in_work = max(0, page.offered - committed - sum(dropped.values()))
     gap = page.offered - committed - in_work - sum(dropped.values())
     for reason in _GIVEN_UP:
         surplus = min(max(0, -gap), dropped.get(reason, 0))
@@ -85,7 +84,7 @@ def settled(row: SessionRow, committed: int) -> SessionRow:
 
     Any capture that is not among the `committed` records of the client was not acknowledged and is lost.
     """
-    page = PageCounters(row.offered, 0, {DropReason(reason): count for reason, count in row.dropped.items()})
+    page = PageCounters(row.offered, {DropReason(reason): count for reason, count in row.dropped.items()})
     totals = reconcile(page, committed, {}, in_work=0)
     dropped = {reason.value: count for reason, count in totals.dropped.items()}
     return replace(row, committed=committed, in_flight=0, dropped=dropped)

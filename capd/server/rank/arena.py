@@ -22,7 +22,6 @@ from capd.server.rank.journal import Journal
 from capd.server.rank.written import WrittenPages
 from capd_client.protocol.counter_page import (
     COUNTER_DROPS,
-    COUNTER_IN_FLIGHT,
     COUNTER_MAGIC,
     COUNTER_OFFERED,
     COUNTER_STEPS,
@@ -82,10 +81,10 @@ class Arena:
         return Journal.of(self._words, self.nbytes, self.read)
 
     def counters(self) -> PageCounters:
-        """Read the rank's counters. The reading is not atomic: it is exact once the rank is at rest or gone."""
-        words = [min(word, MAX_COUNT) for word in self._words[: COUNTER_DROPS + len(DROP_REASONS)]]
-        dropped = {reason: words[COUNTER_DROPS + at] for at, reason in enumerate(DROP_REASONS)}
-        return PageCounters(words[COUNTER_OFFERED], words[COUNTER_IN_FLIGHT], dropped)
+        """Read the rank's counters. The offered captures are read last, so that they include all that were dropped."""
+        words = self._words[COUNTER_DROPS : COUNTER_DROPS + len(DROP_REASONS)]
+        dropped = {reason: min(word, MAX_COUNT) for reason, word in zip(DROP_REASONS, words, strict=True)}
+        return PageCounters(min(self._words[COUNTER_OFFERED], MAX_COUNT), dropped)
 
     def begun(self) -> int:
         """Return the number of iterations that the rank has begun: 1 + the current one, 0 before the first."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 import capd as capd_package
+from capd_client.protocol import messages
+from capd_client.protocol.control import Control, ControlReply, Stats, StatsReply
 from tests.kit.checking import assert_balanced, captured_numbers
 from tests.kit.processes import Daemon, Rank, StartRank, at_rest, capd, live_stats, until
 
@@ -161,22 +165,46 @@ def test_readers_during_capture_see_a_growing_prefix(
     daemon.stop()
 
 
+def test_live_counters_add_up_in_every_sample(daemon: Daemon, start_rank: StartRank) -> None:
+    rank = start_rank()
+    rank.ask("stream 0")
+    until(lambda: rank.ask("counters")["committed"] > 10)
+
+    seen = set()
+    with connected(daemon) as connection:
+        for _ in range(500):
+            reply = asked(connection, Stats(None))
+            assert isinstance(reply, StatsReply)
+            [run] = reply.stats["runs"]
+            for one in (run, *run["sessions"]):
+                assert one["offered"] == one["committed"] + one["in_flight"] + sum(one["dropped"].values())
+            seen.add(run["committed"])
+    rank.ask("halt")
+    rank.ask("flush")
+    rank.leave()
+    daemon.stop()
+
+    assert len(seen) > 10, "the rank captured nothing meanwhile"
+
+
 def capd_seal(daemon: Daemon) -> None:
     """Ask the daemon to seal, as a tool would."""
-    import socket
-    from multiprocessing.connection import Connection
+    with connected(daemon) as connection:
+        reply = asked(connection, Control(verb="seal", run_id="run"))
+    assert isinstance(reply, ControlReply)
+    assert reply.ok, reply.message
 
-    from capd_client.protocol import messages
 
+def connected(daemon: Daemon) -> Connection:
     with socket.socket(socket.AF_UNIX) as plain:
         plain.connect(str(daemon.socket))
         plain.sendall(messages.TOOL_BYTE)
-        connection = Connection(plain.detach())
-    with connection:
-        connection.send_bytes(messages.encode(messages.Control(verb="seal", run_id="run")))
-        reply = messages.decode_daemon(connection.recv_bytes(messages.MAX_FRAME_NBYTES))
-    assert isinstance(reply, messages.ControlReply)
-    assert reply.ok, reply.message
+        return Connection(plain.detach())
+
+
+def asked(connection: Connection, message: messages.ClientMessage) -> messages.DaemonMessage:
+    connection.send_bytes(messages.encode(message))
+    return messages.decode_daemon(connection.recv_bytes(messages.MAX_FRAME_NBYTES))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

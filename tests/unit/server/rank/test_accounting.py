@@ -11,8 +11,8 @@ from capd_client.protocol.counter_page import DropReason
 R = DropReason
 
 
-def test_while_the_rank_lives_its_own_in_flight_count_is_shown() -> None:
-    totals = reconcile(PageCounters(10, 3, {R.ARENA_FULL: 2}), 5, {}, in_work=None)
+def test_while_the_rank_lives_the_rest_is_in_flight() -> None:
+    totals = reconcile(PageCounters(10, {R.ARENA_FULL: 2}), 5, {}, in_work=None)
 
     assert (totals.offered, totals.committed, totals.in_flight, totals.dropped) == (
         10,
@@ -23,24 +23,24 @@ def test_while_the_rank_lives_its_own_in_flight_count_is_shown() -> None:
 
 
 def test_what_a_dead_rank_never_handed_over_is_rank_died() -> None:
-    totals = reconcile(PageCounters(10, 5, {R.ARENA_FULL: 2}), 4, {}, in_work=1)
+    totals = reconcile(PageCounters(10, {R.ARENA_FULL: 2}), 4, {}, in_work=1)
 
     assert totals.in_flight == 1
     assert totals.dropped == {R.ARENA_FULL: 2, R.RANK_DIED: 3}
 
 
 def test_a_refusal_the_rank_never_heard_of_is_counted_once() -> None:
-    assert reconcile(PageCounters(3, 0, {}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {R.DISK_FULL: 2}
-    assert reconcile(PageCounters(3, 0, {R.DISK_FULL: 2}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {
+    assert reconcile(PageCounters(3, {}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {R.DISK_FULL: 2}
+    assert reconcile(PageCounters(3, {R.DISK_FULL: 2}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {
         R.DISK_FULL: 2
     }
-    assert reconcile(PageCounters(5, 0, {R.DISK_FULL: 4}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {
+    assert reconcile(PageCounters(5, {R.DISK_FULL: 4}), 1, {R.DISK_FULL: 2}, in_work=0).dropped == {
         R.DISK_FULL: 4
     }
 
 
 def test_what_was_committed_after_all_is_not_dropped_too() -> None:
-    page = PageCounters(10, 0, {R.NOT_CONNECTED: 4, R.REJECTED: 2})
+    page = PageCounters(10, {R.NOT_CONNECTED: 4, R.REJECTED: 2})
 
     totals = reconcile(page, 9, {}, in_work=0)
 
@@ -60,7 +60,7 @@ def test_counters_of_a_gone_rank_always_add_up(data: st.DataObject) -> None:
     unheard = sum(refused.values()) - sum(heard.values())
     given_up = data.draw(st.integers(0, lost + in_work + committed + unheard))
     offered = committed + in_work + sum(own_drops.values()) + sum(refused.values()) + lost
-    page = PageCounters(offered, 0, {**own_drops, **heard, R.NOT_CONNECTED: given_up})
+    page = PageCounters(offered, {**own_drops, **heard, R.NOT_CONNECTED: given_up})
 
     totals = reconcile(page, committed, refused, in_work=in_work)
 

@@ -57,7 +57,7 @@ def test_counters_come_from_the_page_and_hostile_ones_are_capped(sealed: int) ->
 
     counters = arena.counters()
 
-    assert (counters.offered, counters.in_flight) == (10, 1)
+    assert counters.offered == 10
     assert counters.dropped[DropReason.TOO_LARGE] == 2
     assert counters.dropped[DropReason.INTERNAL] < 2**63
 
