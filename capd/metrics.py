@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["DaemonStats", "RankControl", "RunCounters", "RunStats", "SessionStats", "Steer"]
+__all__ = ["NO_RANK", "DaemonStats", "RankControl", "RunCounters", "RunStats", "SessionStats", "Steer"]
+
+
+NO_RANK = "no rank has connected; scripts that do not import capd_client need `capd run --attach -- CMD`"
+"""The reason why a daemon has no run, for its log and for `capd stats`."""
 
 
 class _Model(BaseModel):

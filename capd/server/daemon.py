@@ -22,7 +22,7 @@ from pathlib import Path
 
 from capd._version import __version__
 from capd.config import DaemonSettings
-from capd.metrics import DaemonStats
+from capd.metrics import NO_RANK, DaemonStats
 from capd.server.connections.listener import Listener
 from capd.server.connections.rank import ConnectionContext
 from capd.server.connections.tool import ToolContext
@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _LINGER_S = 2.0
+# Without a rank for so long, the log says why that may be.
+_ALONE_S = 30.0
 _RESERVED_FILES = 64
 # Its socket, the process handle, two descriptors of the arena, and one more during its check.
 _FILES_PER_CONNECTION = 5
@@ -83,6 +85,8 @@ class Daemon:
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
         self._quiet_since: float | None = None
+        # Whether no rank has been here, and the log has not said so.
+        self._is_alone = True
         self._root = Path(settings.store).absolute()
         self._node = node_name(settings.node)
         self._threads = settings.threads or encode_threads()
@@ -240,6 +244,10 @@ class Daemon:
         except Exception:
             # This is the outermost loop: ranks must not suffer from one failed tick.
             logger.exception("the daemon's clock failed once")
+        if self._is_alone and (self._registry.runs() or time.monotonic() - self._started > _ALONE_S):
+            self._is_alone = False
+            if not self._registry.runs():
+                logger.info(NO_RANK)
         if self._parent is None or not self._parent.ended or not self._registry.is_quiet():
             self._quiet_since = None
         elif self._quiet_since is None:

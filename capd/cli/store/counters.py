@@ -9,8 +9,8 @@ from typing import Any
 
 from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
-from capd.errors import CapdError, EndpointError
-from capd.metrics import DaemonStats, RunCounters, RunStats, SessionStats
+from capd.errors import CapdError, EndpointError, NothingMatched
+from capd.metrics import NO_RANK, DaemonStats, RunCounters, RunStats, SessionStats
 
 __all__ = ["Counters", "Source"]
 
@@ -45,13 +45,20 @@ class Source:
         self.problem = ""
 
     def read(self) -> Counters:
-        """Return the counters now. Raises EndpointError if neither a daemon nor a store has any."""
+        """Return the counters now.
+
+        Raises:
+            EndpointError: Neither a daemon nor a store has any.
+            NothingMatched: The daemon has no run, and the default store has none.
+        """
         live = self._from_daemon()
         if live is not None:
             return live
         try:
             path = self._last or resolve_run(self._store, self._run)
         except CapdError as error:
+            if self._store is None and self.problem == NO_RANK:
+                raise NothingMatched(NO_RANK) from error
             if self._store is None and self.problem:
                 raise EndpointError(f"{self.problem}; and {error}") from error
             raise
@@ -67,6 +74,7 @@ class Source:
             return None
         run = self._choose(stats)
         if run is None:
+            self.problem = "" if stats.runs else NO_RANK
             return None
         self._last = Path(run.path)
         return _live(stats, run)
