@@ -103,7 +103,7 @@ def test_rows_are_what_numpy_finds_and_csv_has_them_all(capd: Capd, tmp_path: Pa
     assert float(rows[6]["max_abs"]) == np.abs(y - x).max()
     assert float(rows[6]["sqnr_db"]) == pytest.approx(10 * np.log10((x**2).sum() / ((y - x) ** 2).sum()))
     assert int(rows[6]["equal"]) == (x == y).sum()
-    assert len(table) == 1 + 12 + 2
+    assert len(table) == 1 + 12 + 1 + 2  # header, rows, an empty line, summary
     assert [(row["iteration"], row["pairs"], row["identical"]) for row in groups] == [
         ("0", "4", "4"), ("1", "4", "2"), ("2", "4", "0"),
     ]  # fmt: skip
