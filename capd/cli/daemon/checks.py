@@ -14,6 +14,7 @@ from capd.cli.daemon_client import connect
 from capd.cli.output import human_nbytes, versions
 from capd.config import DaemonSettings
 from capd.errors import CapdError, EndpointError
+from capd.store.catalog.place import is_network
 from capd_client.protocol.control import Stats, StatsReply
 from capd_client.protocol.messages import Ping
 
@@ -23,9 +24,6 @@ __all__ = ["CHECKS", "Diagnosis"]
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = {"SHRINK": 0x2, "GROW": 0x4, "SEAL": 0x1}
 _SEAL_FUTURE_WRITE = 0x10
-_NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "lustre", "ceph", "fuse.sshfs", "cifs", "smb3", "gpfs", "beegfs"}
-)
 _MIN_OPEN_FILES = 1024
 
 
@@ -166,7 +164,7 @@ def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "inodes", "warn", f"{disk.f_favail} left", "make room: every series takes several files"
         )
-    if kind in _NETWORK_FILE_SYSTEMS:
+    if is_network(existing):
         yield Diagnosis(
             "file system", "warn", f"{kind} is a network file system", "prefer a local disk, copy later"
         )
