@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict
 __all__ = ["NO_RANK", "DaemonStats", "RankControl", "RunCounters", "RunStats", "SessionStats", "Steer"]
 
 
-NO_RANK = "no rank has connected; scripts that do not import capd_client need `capd run --attach -- CMD`"
+NO_RANK = (
+    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, or `capd run --attach -- CMD`"
+)
 """The reason why a daemon has no run, for its log and for `capd stats`."""
 
 

@@ -235,6 +235,8 @@ class Daemon:
         )
         # `capd run` and the tests wait for this line.
         logger.info("listening on %s", bound.endpoint)
+        here = f"CAPD_ENDPOINT={bound.endpoint}"
+        logger.info("capture a job: `%s CAPD_WATCH=1 python train.py`, or `%s capd run -- CMD`", here, here)
 
     # Life and end
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 
 __all__ = ["emulates", "note", "watches"]
 
 
 def watches() -> bool:
     """Whether the environment allows that found models are captured."""
-    return os.environ.get("CAPD_WATCH", "").strip().lower() != "off"
+    return os.environ.get("CAPD_WATCH", "").strip().lower() not in ("0", "false", "no", "off")
 
 
 def emulates() -> bool:
@@ -21,6 +22,9 @@ def note(what: str) -> None:
     """Note for `capd run` how far this process came, in case nothing is captured."""
     path = os.environ.get("CAPD_RUN_NOTES")
     if not path:
+        # A job of CAPD_WATCH=1 has no `capd run` that could say this.
+        if what.startswith("problem "):
+            sys.stderr.write("capd: nothing is captured: " + what[len("problem ") :] + "\n")
         return
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The sitecustomize of a job of `capd run`, which Python imports at its start before the job's own sitecustomize.
+"""The sitecustomize of a job of `capd run` or CAPD_WATCH=1, which Python imports at its start before the job's own.
 
 It lets `_capd_startup` wait for torch and then removes itself. Then it imports the job's own sitecustomize as if
 this file had never existed: found, missing or failing, it looks as without capd.

@@ -27,7 +27,6 @@ logger = logging.getLogger("capd_client")
 
 POLICIES = ("drop", "block", "thin", "stats")
 MODES = ("tensor", "stats")
-WATCH = ("auto", "off")
 SNAPSHOTS = ("always", "auto")
 RINGS = ("wait", "drop")
 GPU_CALLS = ("raw", "torch")
@@ -64,7 +63,7 @@ class ClientConfig:
         run_id: The run to join; None lets the daemon assign one.
         policy: One of POLICIES.
         mode: "tensor" keeps tensors, "stats" only statistics, "sample:1/N" the tensors of every Nth call.
-        watch: "off" leaves a job that never calls `watch` alone, even if `capd run` would find its models.
+        watch: "off" leaves a job that never calls `watch` alone, even if capd would find its models.
         steps, micro_batches, ranks: What `watch` captures, as `capd_client.protocol.selection.Ranges`.
         rules: The modules and tensors to capture, how and when, if that differs from the default. An empty tuple
             captures everything.
@@ -102,7 +101,7 @@ class ClientConfig:
     run_id: Optional[str] = _setting(None, values.text("a run id", 128), "CAPD_RUN_ID")
     policy: str = _setting("drop", values.one_of(POLICIES), "CAPD_POLICY")
     mode: str = _setting("tensor", values.mode(MODES), "CAPD_MODE")
-    watch: str = _setting("auto", values.one_of(WATCH), "CAPD_WATCH")
+    watch: str = _setting("auto", values.watch, "CAPD_WATCH")
     steps: str = _setting("0", values.ranges, "CAPD_STEPS", key="when.steps")
     micro_batches: str = _setting("all", values.ranges, key="when.micro_batches")
     ranks: str = _setting("all", values.ranges, key="when.ranks")

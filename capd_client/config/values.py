@@ -21,7 +21,7 @@ from capd_client.rules.slices import Slice
 
 __all__ = [
     "FALSE", "TRUE", "emulation", "flag", "integer", "log_level", "mode", "number", "one_of", "quota", "ranges",
-    "rules", "sample_every", "size", "size_in", "slice_text", "store_root", "text",
+    "rules", "sample_every", "size", "size_in", "slice_text", "store_root", "text", "watch",
 ]  # fmt: skip
 
 _Number = TypeVar("_Number", int, float)
@@ -143,6 +143,14 @@ def one_of(supported: tuple[str, ...]) -> Callable[[Any], str]:
         raise ConfigError(f"{value!r} is not supported; supported: {', '.join(supported)}")
 
     return convert
+
+
+def watch(value: Any) -> str:
+    """Convert auto and yes to "auto", off and no to "off"."""
+    word = str(value).strip().lower()
+    if word not in TRUE | FALSE | {"auto"}:
+        raise ConfigError(f"{value!r} is not supported; supported: auto, off, 1, 0")
+    return "off" if word in FALSE else "auto"
 
 
 def log_level(value: Any) -> str:

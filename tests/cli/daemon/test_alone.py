@@ -16,7 +16,9 @@ from capd.cli.app import main
 daemon._ALONE_S = 0.5
 main(sys.argv[1:])
 """
-SAID = "no rank has connected; scripts that do not import capd_client need `capd run --attach -- CMD`"
+SAID = (
+    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, or `capd run --attach -- CMD`"
+)
 
 
 def test_stats_of_a_daemon_without_a_run_say_why_that_may_be(runtime_dir: Path) -> None:
