@@ -76,11 +76,19 @@ class Companion:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def finish(self, why_nothing: Callable[[bool], str]) -> None:
+    @property
+    def path(self) -> Path | None:
+        """The run that the job captures into, None if it is unknown."""
+        return self.store / f"{self.run_id}.zarr" if self.store and self.run_id else None
+
+    def finish(self, why_nothing: Callable[[bool], str]) -> bool:
         """Finish after the job: wait until its ranks are accounted for, seal its run and print the summary.
 
         Args:
             why_nothing: Says why nothing was captured; its argument is whether some rank was connected.
+
+        Returns:
+            Whether there are captures, as far as is known.
         """
         self.wake()
         try:
@@ -88,12 +96,13 @@ class Companion:
         except EndpointError as error:
             if not self.absent:
                 note(self._lost(error))
-            return
+            return self.path is not None and self.path.is_dir()
         run = next((run for run in stats.runs if run.run_id == self.run_id), None)
         for line in [] if run is None else summary(run):
             note(line)
         if run is None or not run.offered:
             note(f"nothing was captured: {why_nothing(run is not None)}")
+        return run is not None and run.records > 0
 
     def wake(self) -> None:
         """Continue a private daemon if it was stopped (SIGSTOP), because it holds captures."""

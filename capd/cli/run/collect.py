@@ -13,6 +13,7 @@ from typing import Annotated
 from capd.cli.jobs.companion import join
 from capd.cli.jobs.emulation import choose
 from capd.cli.jobs.foreground import find_command
+from capd.cli.jobs.next_line import note_next
 from capd.cli.jobs.place import Place
 from capd.cli.jobs.process_group import leaving_on_signals
 from capd.cli.jobs.report import note_undrawn, reported
@@ -192,7 +193,11 @@ def run_collection(
     if missing:
         names = ", ".join(one.quant_type for one in missing)
         note(f"not collected: {names}; the same command with --run-id {run_id} retries them")
-    return reported(_exit_code(missing), place.store, run_id, place.report)
+    code = reported(_exit_code(missing), place.store, run_id, place.report)
+    run = place.store / f"{run_id}.zarr"
+    if not options.json:
+        note_next(run if run.is_dir() else None, command)
+    return code
 
 
 def _exit_code(missing: Sequence[TypeState]) -> int:

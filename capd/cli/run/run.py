@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from capd.cli.jobs.emulation import choose
+from capd.cli.jobs.next_line import note_next
 from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
 from capd.cli.jobs.report import ReportInto, check_report, reported
 from capd.cli.jobs.settings import JobOptions, ResolvedJob, job_environment, resolved_job
@@ -64,7 +65,7 @@ def run(
 
     capd finds the models that the job trains and captures them, unless the job imports capd_client itself. The job
     runs in the foreground and gets the signals. The exit code is the job's, or 128+N after signal N. If nothing was
-    captured, the summary says why.
+    captured, the summary says why. The last line has the commands to type next.
 
     The job gets CAPD_ENDPOINT, CAPD_STORE, CAPD_RUN_ID, PYTHONPATH and the options below as variables. It also gets
     policy block and CAPD_LOG=INFO, unless you set them. All other settings are CAPD_* variables or capd.toml; `capd
@@ -125,10 +126,10 @@ def run(
     place = Place(endpoint, Path(daemon.store), named, options.config, report)
     if request is not None:
         raise typer.Exit(run_collection(request, command, collection, place, settings, label_only=label_only))
-    raise typer.Exit(_run([program, *command[1:]], place, settings))
+    raise typer.Exit(_run(program, command, place, settings))
 
 
-def _run(command: list[str], place: Place, settings: ResolvedJob) -> int:
+def _run(program: str, command: list[str], place: Place, settings: ResolvedJob) -> int:
     """Run the job with its daemon and return its exit code."""
     from capd.cli.jobs.foreground import ForegroundJob
 
@@ -136,12 +137,14 @@ def _run(command: list[str], place: Place, settings: ResolvedJob) -> int:
     startup = Startup(job.watch, replace=job.replace_tensor_saver, emulate=job.emulate is not None)
     with ForegroundJob() as process:
         if place.endpoint == "off":
-            return process.run(command, dict(os.environ))
+            return process.run([program, *command[1:]], dict(os.environ))
         with startup, place.companion() as companion:
             environ = job_environment(os.environ, companion, settings.flags, settings.file)
             startup.put_into(environ)
-            code = process.run(command, environ)
-            companion.finish(startup.why_nothing)
+            code = process.run([program, *command[1:]], environ)
+            has_captures = companion.finish(startup.why_nothing)
             for line in startup.emulation().lines():
                 note(line)
-    return reported(code, companion.store, companion.run_id, place.report)
+    code = reported(code, companion.store, companion.run_id, place.report)
+    note_next(companion.path if has_captures else None, command, has_daemon=not companion.absent)
+    return code

@@ -70,6 +70,7 @@ def test_a_run_is_sealed_and_summed_up_and_the_same_id_continues_it(tmp_path: Pa
     assert "CAPD_ARENA_BYTES" in lines[0]
     assert any("3 records in" in line and str(tmp_path / "here" / "demo.zarr") in line for line in lines)
     assert any("offered 5, committed 3, dropped 2" in line for line in lines)
+    assert lines[-1] == "capd: next  capd report here/demo.zarr -o report.html · capd ls here/demo.zarr"
     assert "6 records in" in second.stderr
     assert len(stored_payloads(tmp_path / "here" / "demo.zarr")) == 6
     environ = json.loads(first.stdout)
@@ -99,7 +100,9 @@ def test_without_captures_it_says_so_and_the_run_is_named_by_the_time(tmp_path: 
     done = capd_run("--", "sh", "-c", "echo $CAPD_RUN_ID; kill -9 $$", cwd=tmp_path)
 
     assert done.returncode == 128 + 9
-    assert "nothing was captured" in done.stderr
+    *_, why, then = done.stderr.splitlines()
+    assert why.startswith("capd: nothing was captured: ")
+    assert then == "capd: next  capd plan -- sh -c 'echo $CAPD_RUN_ID; kill -9 $$' · capd doctor --quick"
     assert re.fullmatch(r"\d{8}-\d{6}\n", done.stdout)
 
 

@@ -86,4 +86,5 @@ def test_that_there_is_no_daemon_is_said_once(tmp_path: Path) -> None:
         "the job runs without capture until a daemon is there",
         "watching 1 of 1 products of Sequential",
         "4 captures were still unacknowledged at exit and are lost",
+        "next  capd serve · capd doctor --quick",
     ]
