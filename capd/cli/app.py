@@ -61,6 +61,14 @@ VERBS: dict[str, _Verb] = {
 }
 
 
+class _Word(NamedTuple):
+    """A verb that the shell offers at TAB."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
 class _Command(TyperCommand):
     """A verb whose usage line names its arguments as its help does: `capd run [OPTIONS] -- CMD…`."""
 
@@ -93,6 +101,11 @@ class _Verbs(TyperGroup):
             single.command(name=cmd_name, cls=_Command, context_settings=settings)(target)
             target = single
         return typer.main.get_command(target)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [_Word(name, verb.help) for name, verb in VERBS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
+from capd.cli.completion import values_of
 from capd.cli.options import option
 from capd.store.documents.gradient_names import answers
 from capd_client.process.text import number_ranges
@@ -21,27 +22,33 @@ Test = Callable[[Any], bool]
 Tests = Sequence[Test]
 
 
-def _words(name: str, text: str) -> Any:
-    return option(name, "WORD", f"{text} May be given several times.", show_default=False)
+def _words(name: str, field: str, text: str) -> Any:
+    text = f"{text} May be given several times."
+    return option(name, "WORD", text, show_default=False, autocompletion=values_of(field))
 
 
 @dataclass(frozen=True)
 class KeyOptions:
     """The options that select series. Each is named as the field of the key that it selects by."""
 
-    quant_type: Annotated[list[str] | None, _words("--quant-type", "Quant type: bf16, mxfp8, …")] = None
-    rank: Annotated[str | None, option("--rank", "RANGE", 'Ranks: "0", "0-3,8".')] = None
+    quant_type: Annotated[list[str] | None, _words("--quant-type", "quant_type", "Quant type: bf16, mxfp8, …")] = None
+    rank: Annotated[str | None, option("--rank", "RANGE", 'Ranks: "0", "0-3,8".', autocompletion=values_of("rank"))] = None
     layer: Annotated[
-        str | None, option("--layer", "RANGE", 'Layers: "0-3,8", or "none" for tensors outside of layers.')
+        str | None, option(
+            "--layer",
+            "RANGE",
+            'Layers: "0-3,8", or "none" for tensors outside of layers.',
+            autocompletion=values_of("layer"),
+        ),
     ] = None
-    phase: Annotated[list[str] | None, _words("--phase", "Phase: pre or post.")] = None
-    layer_type: Annotated[list[str] | None, _words("--layer-type", "Layer type: attention, linear, …")] = None
-    component: Annotated[list[str] | None, _words("--component", "Component: FA, linear, …")] = None
-    operation: Annotated[list[str] | None, _words("--operation", "Operation: forward or backward.")] = None
+    phase: Annotated[list[str] | None, _words("--phase", "phase", "Phase: pre or post.")] = None
+    layer_type: Annotated[list[str] | None, _words("--layer-type", "layer_type", "Layer type: attention, linear, …")] = None
+    component: Annotated[list[str] | None, _words("--component", "component", "Component: FA, linear, …")] = None
+    operation: Annotated[list[str] | None, _words("--operation", "operation", "Operation: forward or backward.")] = None
     tensor_name: Annotated[
-        list[str] | None, _words("--tensor", "Tensor name: input, query, grad_output, …")
+        list[str] | None, _words("--tensor", "tensor_name", "Tensor name: input, query, grad_output, …")
     ] = None
-    module: Annotated[list[str] | None, _words("--module", "Glob of module names, such as '*.mlp.*'.")] = None
+    module: Annotated[list[str] | None, _words("--module", "module", "Glob of module names, such as '*.mlp.*'.")] = None
 
     def tests(self) -> Tests:
         """Return one test for each given option. A key, or a row with its fields, is selected if it passes all.

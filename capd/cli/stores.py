@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from capd.cli.completion import run_names, store_paths
 from capd.cli.options import option
 from capd.cli.output import note
 from capd.errors import ConfigError, NotAStore
@@ -21,9 +22,12 @@ StoreArgument = Annotated[
         help="A run (NAME.zarr), or a directory of runs: the newest is read. "
         "Default: CAPD_STORE, or store in capd.toml, or captures.",
         show_default=False,
+        autocompletion=store_paths,
     ),
 ]
-RunOption = Annotated[str | None, option("--run", "ID", "The run to read, if STORE holds several.")]
+RunOption = Annotated[
+    str | None, option("--run", "ID", "The run to read, if STORE holds several.", autocompletion=run_names)
+]
 
 
 def default_store() -> Path:

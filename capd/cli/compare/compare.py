@@ -8,6 +8,7 @@ import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.compare.request import CompareRequest
+from capd.cli.completion import field_lists, format_lists, pairs_between
 from capd.cli.options import flag, grouped, option
 
 __all__ = ["compare"]
@@ -23,6 +24,7 @@ def compare(
             "--formats",
             "LIST",
             f"Formats to measure, as mxfp8,mxfp8:e5m2:rceil,nvfp4:16x16,hifp8 [default: {DEFAULT_FORMATS}].",
+            autocompletion=format_lists,
         ),
     ] = None,
     axis: Annotated[
@@ -43,11 +45,20 @@ def compare(
     between: Annotated[
         str | None,
         option(
-            "--between", "FIELD=A,B", "Compare two values of a field within STORE, as quant_type=bf16,mxfp8."
+            "--between",
+            "FIELD=A,B",
+            "Compare two values of a field within STORE, as quant_type=bf16,mxfp8.",
+            autocompletion=pairs_between,
         ),
     ] = None,
     ignore: Annotated[
-        str | None, option("--ignore", "FIELDS", "Fields in which the records of a pair may differ.")
+        str | None,
+        option(
+            "--ignore",
+            "FIELDS",
+            "Fields in which the records of a pair may differ.",
+            autocompletion=field_lists,
+        ),
     ] = None,
     records: Annotated[bool, flag("--records", "Print a row for each pair of records.")] = False,
     first_divergence: Annotated[

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from capd.cli.completion import field_lists, store_paths
 from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, note, print_json, print_lines
 from capd.cli.sources import SourceOptions, Sources, found_in
@@ -35,12 +36,20 @@ class CompareRequest:
     other: Annotated[
         Path | None,
         typer.Argument(
-            metavar="OTHER", help="A second run to compare with, record by record.", show_default=False
+            metavar="OTHER",
+            help="A second run to compare with, record by record.",
+            show_default=False,
+            autocompletion=store_paths,
         ),
     ] = None
     by: Annotated[
         str | None,
-        option("--by", "FIELDS", "Group by these, as layer,phase,tensor_name [default: tensor_name]."),
+        option(
+            "--by",
+            "FIELDS",
+            "Group by these, as layer,phase,tensor_name [default: tensor_name].",
+            autocompletion=field_lists,
+        ),
     ] = None
     source: SourceOptions
     as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False

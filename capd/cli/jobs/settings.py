@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from capd.cli.completion import any_of
 from capd.cli.options import Config, StoreRoot, flag, option
 from capd.cli.output import note
 
@@ -35,10 +36,21 @@ class JobOptions:
     config: Config = None
     policy: Annotated[
         str | None,
-        option("--policy", "POLICY", "If there is no room: drop, block, thin or stats [default: block]."),
+        option(
+            "--policy",
+            "POLICY",
+            "If there is no room: drop, block, thin or stats [default: block].",
+            autocompletion=any_of("drop", "block", "thin", "stats"),
+        ),
     ] = None
     mode: Annotated[
-        str | None, option("--mode", "MODE", "What to keep: tensor, stats or sample:1/N [default: tensor].")
+        str | None,
+        option(
+            "--mode",
+            "MODE",
+            "What to keep: tensor, stats or sample:1/N [default: tensor].",
+            autocompletion=any_of("tensor", "stats", "sample:1/"),
+        ),
     ] = None
     steps: Annotated[
         str | None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from capd.cli.completion import any_of, format_lists, store_paths
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import print_either
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 _KINDS = "distribution, exponents, layers, heatmap, boxes, channels, iterations, hifp8, overflow, tensor"
+_METRICS = "sqnr, underflow, saturation, flush, relative, l2, cosine, mse, mae"
 _SUFFIXES = ("png", "svg", "pdf")
 _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
 _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
@@ -32,11 +34,20 @@ def plot(
     store: Annotated[
         Path,
         typer.Argument(
-            metavar="STORE", help="A run, a directory of runs, or of .pt files.", show_default=False
+            metavar="STORE",
+            help="A run, a directory of runs, or of .pt files.",
+            show_default=False,
+            autocompletion=store_paths,
         ),
     ],
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What to draw: one of the kinds above.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help="What to draw: one of the kinds above.",
+            show_default=False,
+            autocompletion=any_of(*_KINDS.split(", ")),
+        ),
     ],
     out: Annotated[Path, option("--out", "FILE", "x.png, x.svg or x.pdf.", "-o", show_default=False)],
     formats: Annotated[
@@ -46,6 +57,7 @@ def plot(
             "LIST",
             "Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
             "them; exponents: hifp8 and the elements; boxes: none].",
+            autocompletion=format_lists,
         ),
     ] = None,
     metric: Annotated[
@@ -53,8 +65,8 @@ def plot(
         option(
             "--metric",
             "WORD",
-            "Error of heatmap, and of boxes with --formats: sqnr, underflow, saturation, flush, relative, l2, "
-            "cosine, mse or mae [default: sqnr].",
+            f"Error of heatmap, and of boxes with --formats: {_METRICS} [default: sqnr].",
+            autocompletion=any_of(*_METRICS.split(", ")),
         ),
     ] = None,
     size: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
+from capd.cli.completion import format_lists
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
@@ -46,6 +47,7 @@ def report(
             "--formats",
             "LIST",
             "Number formats to measure, as mxfp8,mxfp8:e5m2,nvfp4,hifp8:saturate; or none.",
+            autocompletion=format_lists,
         ),
     ] = DEFAULT_FORMATS,
     force: Annotated[bool, flag("--force", "Replace FILE.html, even if no report wrote it.")] = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from capd.cli.completion import any_of, format_lists, run_names
 from capd.cli.jobs.emulation import choose
 from capd.cli.jobs.next_line import note_next
 from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
@@ -30,6 +31,7 @@ class _RunOptions(JobOptions):
             "--mode",
             "MODE",
             "What to keep: tensor, stats or sample:1/N [default: tensor]. Or a collection: single, batch or quick.",
+            autocompletion=any_of("tensor", "stats", "sample:1/", "single", "batch", "quick"),
         ),
     ] = None
     quant_type: Annotated[
@@ -39,6 +41,7 @@ class _RunOptions(JobOptions):
             "TYPE",
             "Number format in which the job's models compute, such as mxfp8, and label of the captures. Another word "
             "is only a label. A collection takes several: T,T,… [default: mxfp8, or four types in batch].",
+            autocompletion=format_lists,
         ),
     ] = None
 
@@ -49,7 +52,12 @@ def run(
     *,
     run_id: Annotated[
         str | None,
-        option("--run-id", "NAME", "Name of the run; an existing run is continued [default: the time]."),
+        option(
+            "--run-id",
+            "NAME",
+            "Name of the run; an existing run is continued [default: the time].",
+            autocompletion=run_names,
+        ),
     ] = None,
     options: _RunOptions,
     label_only: Annotated[

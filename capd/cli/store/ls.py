@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+from capd.cli.completion import any_of
 from capd.cli.options import Json, Wide, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.selection import KeyOptions
@@ -36,10 +37,18 @@ def ls(
         int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
     ] = None,
     by: Annotated[
-        str | None, option("--by", "FIELD", f"Count series, records and bytes by: {', '.join(COUNTABLE)}.")
+        str | None, option(
+            "--by",
+            "FIELD",
+            f"Count series, records and bytes by: {', '.join(COUNTABLE)}.",
+            autocompletion=any_of(*COUNTABLE),
+        ),
     ] = None,
     wide: Wide = False,
-    sort: Annotated[str | None, option("--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.")] = None,
+    sort: Annotated[str | None, option(
+            "--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.", autocompletion=any_of(*SORTABLE)
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the series of a run, or count them by a field.

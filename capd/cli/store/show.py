@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from capd.cli.completion import series_paths, store_paths
 from capd.cli.options import Json, Wide, option
 from capd.cli.output import (
     human_count,
@@ -45,11 +46,17 @@ def show(
             metavar="STORE",
             help="A run (NAME.zarr), or a directory of runs: the newest is read.",
             show_default=False,
+            autocompletion=store_paths,
         ),
     ],
     series: Annotated[
         str,
-        typer.Argument(metavar="SERIES[#i]", help="A series, or with #i its record i.", show_default=False),
+        typer.Argument(
+            metavar="SERIES[#i]",
+            help="A series, or with #i its record i.",
+            show_default=False,
+            autocompletion=series_paths,
+        ),
     ],
     run: RunOption = None,
     limit: Annotated[int, option("--limit", "N", "Records to list of a series.", min=1)] = 20,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from capd.cli.completion import store_paths
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import StatusLine
 from capd.cli.stores import default_store, is_run
@@ -31,6 +32,7 @@ def verify(
             help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE, else store in "
             "capd.toml, else captures.",
             show_default=False,
+            autocompletion=store_paths,
         ),
     ] = None,
     repair: Annotated[
