@@ -65,6 +65,10 @@ class Source:
         self._last = path
         return read_store(path)
 
+    def stay_with(self, counters: Counters) -> None:
+        """Read the run of these counters from now on, whichever run is newer."""
+        self._run, self._last = counters.run_id, Path(counters.path)
+
     def _from_daemon(self) -> Counters | None:
         self.problem = ""
         try:

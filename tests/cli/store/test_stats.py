@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
 from tests.kit import forking
 from tests.kit.store.cli import Result, StoreWriter, linear_key, session_row
+from tests.kit.terminal import Terminal
 
 Capd = Callable[..., Result]
 WaitUntil = Callable[..., None]
@@ -137,6 +137,7 @@ def test_live_counters_and_a_watch_that_outlives_the_daemon(
         assert process.stdout is not None
         assert process.stderr is not None
         assert "offered=6 committed=5 in_flight=0 dropped=1" in process.stdout.readline()
+        assert process.stderr.readline().startswith("capd: run live (live; ")
         live.daemon.terminate()
         assert any("daemon gone" in line for line in islice(process.stdout, 200))
         process.send_signal(signal.SIGINT)
@@ -145,19 +146,33 @@ def test_live_counters_and_a_watch_that_outlives_the_daemon(
     assert "Traceback" not in rest + errors
 
 
-def test_on_a_terminal_the_watch_refreshes_in_place(second: Path) -> None:
-    terminal, side = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    watch = [sys.executable, "-m", "capd", "stats", str(second), "--watch", "--interval", "0.1"]
-    with forking.popen(watch, stdin=side, stdout=side, stderr=side, env=environ) as process:
-        os.close(side)
-        seen = b""
-        while seen.count(b"committed") < 2:
-            seen += os.read(terminal, 4096)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-    os.close(terminal)
-    assert b"\x1b[" in seen  # cursor movement: redrawn, not appended
+def test_on_a_terminal_the_watch_is_drawn_in_its_place_and_ends_with_ctrl_c(second: Path) -> None:
+    with Terminal("stats", second, "--watch", "--interval", "0.1") as terminal:
+        terminal.until(lambda _: terminal.text.count("committed") > 3)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_all()
+        assert terminal.process.wait(20) == 130
+    lines = terminal.screen.lines
+
+    assert [line.split()[0] for line in lines if line].count("run") == 1
+    assert sum("from the store; no daemon writes it" in line for line in lines) == 1
+    assert lines[0].startswith("1 capture was dropped: 1 arena_full")
+    assert "Traceback" not in terminal.text
+    assert (terminal.screen.scrolled, terminal.screen.row, terminal.screen.wraps) == (0, len(lines), True)
+
+
+def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: Live) -> None:
+    with Terminal("stats", "--watch", "--interval", "0.1", rows=30) as terminal:
+        terminal.until(lambda lines: any("live (live; " in line for line in lines))
+        live.daemon.terminate()
+        lines = terminal.until(lambda lines: "daemon gone; the last counters known:" in lines)
+        assert sum(line.startswith("offered") for line in lines) == 1
+        scrolled = terminal.screen.scrolled
+
+        terminal.resize(40, 12)
+        lines = terminal.until(lambda lines: bool(lines) and lines[0] == "daemon gone; the last counters known:")
+        assert len(lines) <= 11
+        assert terminal.screen.scrolled == scrolled
 
 
 def drop(key: Key, reason: str, count: int, first: int, last: int) -> LedgerRow:

@@ -1,0 +1,111 @@
+"""The counters of a run as people read them: a block of lines, or one line of a watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from capd.cli.output import human_count, human_nbytes
+from capd.cli.table import Column, drawn
+from capd.drops import describe_drops, left_out, lost
+
+if TYPE_CHECKING:
+    from capd.cli.store.counters import Counters
+    from capd.metrics import SessionStats
+
+__all__ = ["one_line", "render", "which_run"]
+
+
+def render(counters: Counters, *, wide: bool = False) -> list[str]:
+    """Return the counters as lines for people. If captures were lost, the first line says so."""
+    losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
+    lines = [
+        *([losses] if losses else []),
+        f"run         {which_run(counters)}",
+        f"offered     {human_count(counters.offered)}",
+        f"committed   {human_count(counters.committed)}",
+        f"in flight   {human_count(counters.in_flight)}",
+        f"dropped     {_by_reason(lost(counters.dropped))}",
+        *([f"left out    {_by_reason(chosen)}"] if chosen else []),
+        *([f"statistics  {_statistics(counters)}"] if counters.statistics_records else []),
+        f"stored      {_stored(counters)}",
+    ]
+    if counters.rate_mib_s is not None:
+        lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
+    kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
+    lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
+    if not counters.clean:
+        lines.append(
+            "unclean     rank and daemon were both killed; the last second of counting may be missing"
+        )
+    return lines + _session_table(counters, wide=wide)
+
+
+def _by_reason(counts: Mapping[str, int]) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in sorted(counts.items())]
+    total = human_count(sum(counts.values()))
+    return f"{total} ({', '.join(reasons)})" if reasons else total
+
+
+def _stored(counters: Counters) -> str:
+    ratio = counters.compression_ratio
+    shown = f", ratio {ratio:.2f}" if ratio is not None else ""
+    return f"{human_nbytes(counters.stored_bytes)} of {human_nbytes(counters.raw_bytes)} raw{shown}"
+
+
+def _statistics(counters: Counters) -> str:
+    return f"{human_count(counters.statistics_records)} of {human_count(counters.records)} records keep nothing else"
+
+
+def _session_table(counters: Counters, *, wide: bool) -> list[str]:
+    sessions = sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
+    if not sessions:
+        return []
+
+    def numbers(name: str, counts: Iterable[int], spare: int = 0) -> Column:
+        return Column(name, [human_count(count) for count in counts], right=True, spare=spare)
+
+    columns = [
+        numbers("rank", (session.rank for session in sessions)),
+        numbers("attempt", (session.attempt for session in sessions), 4),
+        Column("host", [session.host for session in sessions], is_name=True, spare=2),
+        Column("pid", [str(session.pid) for session in sessions], right=True, spare=3),
+        Column("state", [_state(session) for session in sessions], is_name=True),
+        numbers("offered", (session.offered for session in sessions)),
+        numbers("committed", (session.committed for session in sessions)),
+        numbers("in flight", (session.in_flight for session in sessions)),
+        numbers("dropped", (sum(lost(session.dropped).values()) for session in sessions)),
+        numbers("left out", (sum(left_out(session.dropped).values()) for session in sessions), 1),
+    ]
+    return ["", *drawn(columns, wide=wide)[0]]
+
+
+def _state(session: SessionStats) -> str:
+    how = f" ({session.end})" if session.end else ""
+    return f"{session.state}{how}{'' if session.clean else ', unclean'}"
+
+
+def which_run(counters: Counters) -> str:
+    """Return the run, whether it lives, and where it is."""
+    if counters.source != "daemon":
+        state = "from the store; no daemon writes it"
+    else:
+        is_live = any(session.state == "live" for session in counters.sessions)
+        state = "live" if is_live else "its ranks have left"
+    return f"{counters.run_id} ({state}; {counters.path})"
+
+
+def one_line(counters: Counters, *, gone: bool) -> str:
+    """Return the counters now in one line. `gone`: the daemon that sent them is gone."""
+    chosen, reduced = sum(left_out(counters.dropped).values()), counters.statistics_records
+    rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
+    return (
+        f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
+        f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(lost(counters.dropped).values())}"
+        f"{f' left_out={chosen}' if chosen else ''}"
+        f"{f' statistics={reduced}' if reduced else ''}"
+        f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
+        f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
+        f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"
+    )
