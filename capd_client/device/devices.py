@@ -83,7 +83,7 @@ class Devices:
                     return DropReason.STREAM_CAPTURE
                 if self._making:
                     # The caller is a signal handler that interrupted this thread in `_make`.
-                    return DropReason.INTERNAL
+                    return DropReason.INTERRUPTED
                 self._making = True
                 try:
                     self._by_device[device] = self._make(device)

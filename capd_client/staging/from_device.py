@@ -63,6 +63,8 @@ class FromDevice:
         if capturing or stager is DropReason.STREAM_CAPTURE:
             reason = DropReason.STREAM_CAPTURE
             problem = "a CUDA graph is being captured, and its replays would not be captured"
+        elif stager is DropReason.INTERRUPTED:
+            reason, problem = stager, "it was made by a signal handler, while its device was set up"
         else:
             reason, problem = DropReason.INTERNAL, "its device could not be set up, or failed"
         refused = self._queue.turn_away(described.definition, described.descriptor, reason)

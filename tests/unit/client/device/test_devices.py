@@ -106,7 +106,7 @@ def test_a_signal_handler_that_captures_while_its_thread_sets_the_device_up_is_r
     thread = threading.Thread(target=lambda: found.append(session.devices.stager(CUDA[0])), daemon=True)
     thread.start()
     thread.join(20)
-    assert found == [DropReason.INTERNAL, session.devices.stager(CUDA[0])]
+    assert found == [DropReason.INTERRUPTED, session.devices.stager(CUDA[0])]
     assert list(machine.made) == CUDA[:1]
 
 

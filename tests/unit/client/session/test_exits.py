@@ -213,6 +213,44 @@ def test_what_a_signal_handler_raises_reaches_the_job(peer: Peer, job_env: dict[
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+def test_ctrl_c_in_the_copy_of_a_capture_is_counted_as_interrupted(
+    peer: Peer, job_env: dict[str, str]
+) -> None:
+    """Python's own handler of SIGINT raises, in an explicit capture and in the hook of a forward."""
+    done = run(
+        """
+        import capd_client.api
+        from capd_client.staging import stager
+
+        model = torch.nn.Linear(4, 4)
+        capd_client.watch(model, steps="all", tensors=["input"])
+        session, move = capd_client.api.session(), stager.move_holding_gil
+
+        def interrupted(*args):
+            stager.move_holding_gil = move
+            signal.raise_signal(signal.SIGINT)
+            move(*args)
+
+        for call in (lambda: capd_client.capture(torch.ones(3), tensor_name="y"), lambda: model(torch.ones(2, 4))):
+            call()
+            call()  # by the short way
+            stager.move_holding_gil = interrupted
+            try:
+                call()
+            except KeyboardInterrupt:
+                print("reached")
+            call()
+        capd_client.flush(20)
+        now = session.snapshot()
+        print(now.offered, now.committed, now.in_flight, now.dropped)
+        """,
+        job_env,
+    )
+    assert (done.returncode, done.stdout) == (
+        0, f"reached\nreached\n{PENDING + 8} {PENDING + 6} 0 {{'interrupted': 2}}\n"
+    ), done.stderr  # fmt: skip
+
+
 @pytest.mark.parametrize("connected", rows([True, False], [True]))
 def test_time_limits_amid_captures_leave_the_accounts_exact(
     peer: Peer, job_env: dict[str, str], connected: bool
