@@ -10,7 +10,8 @@ __all__ = ["NO_RANK", "DaemonStats", "RankControl", "RunCounters", "RunStats", "
 
 
 NO_RANK = (
-    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, or `capd run --attach -- CMD`"
+    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, "
+    "or `capd run --attach -- CMD`"
 )
 """The reason why a daemon has no run, for its log and for `capd stats`."""
 

@@ -32,7 +32,9 @@ def _offered(find: Find) -> Complete:
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         try:
             return [
-                word for word in find(ctx, incomplete) if word.startswith(incomplete) and _PLAIN.fullmatch(word)
+                word
+                for word in find(ctx, incomplete)
+                if word.startswith(incomplete) and _PLAIN.fullmatch(word)
             ]
         except Exception:
             return []
@@ -144,7 +146,8 @@ def _place(ctx: typer.Context) -> Path:
 def _runs(root: Path) -> list[Path]:
     """Return the runs of a directory, the newest last."""
     return [
-        path.parent for path in sorted(root.glob("*.zarr/zarr.json"), key=lambda path: path.stat().st_mtime_ns)
+        path.parent
+        for path in sorted(root.glob("*.zarr/zarr.json"), key=lambda path: path.stat().st_mtime_ns)
     ]
 
 

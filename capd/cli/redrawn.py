@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 
 __all__ = ["RedrawnBlock"]
@@ -23,19 +22,19 @@ class RedrawnBlock:
         self._rows = 0
         self._size = (0, 0)
 
-    def draw(self, text: Sequence[str], table: Sequence[str]) -> None:
-        """Draw lines in place of those drawn before.
-
-        Args:
-            text: Sentences, which are wrapped.
-            table: Lines below them, which are cut off where the terminal ends.
-        """
+    def draw(self, lines: Sequence[str]) -> None:
+        """Draw lines in place of those drawn before. They are cut off where the terminal ends."""
         width, height = size = tuple(shutil.get_terminal_size())
-        lines = [row for line in text for row in textwrap.wrap(line, width, subsequent_indent="  ") or [""]]
         # The last row of the terminal is the cursor's: nothing scrolls.
-        shown = [*lines, *(_cut(line, width) for line in table)][: max(1, height - 1)]
+        shown = [_cut(line, width) for line in lines[: max(1, height - 1)]]
         # A terminal that was resized has wrapped the lines again.
-        start = _CLEAR_SCREEN if self._rows and size != self._size else f"\x1b[{self._rows}A\r" if self._rows else ""
+        start = (
+            _CLEAR_SCREEN
+            if self._rows and size != self._size
+            else f"\x1b[{self._rows}A\r"
+            if self._rows
+            else ""
+        )
         body = "".join(f"{line}{_CLEAR_LINE}\n" for line in shown)
         sys.stdout.write(f"{start}{_NO_WRAP}{body}{_WRAP}{_CLEAR_REST}")
         sys.stdout.flush()

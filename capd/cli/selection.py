@@ -31,10 +31,15 @@ def _words(name: str, field: str, text: str) -> Any:
 class KeyOptions:
     """The options that select series. Each is named as the field of the key that it selects by."""
 
-    quant_type: Annotated[list[str] | None, _words("--quant-type", "quant_type", "Quant type: bf16, mxfp8, …")] = None
-    rank: Annotated[str | None, option("--rank", "RANGE", 'Ranks: "0", "0-3,8".', autocompletion=values_of("rank"))] = None
+    quant_type: Annotated[
+        list[str] | None, _words("--quant-type", "quant_type", "Quant type: bf16, mxfp8, …")
+    ] = None
+    rank: Annotated[
+        str | None, option("--rank", "RANGE", 'Ranks: "0", "0-3,8".', autocompletion=values_of("rank"))
+    ] = None
     layer: Annotated[
-        str | None, option(
+        str | None,
+        option(
             "--layer",
             "RANGE",
             'Layers: "0-3,8", or "none" for tensors outside of layers.',
@@ -42,13 +47,21 @@ class KeyOptions:
         ),
     ] = None
     phase: Annotated[list[str] | None, _words("--phase", "phase", "Phase: pre or post.")] = None
-    layer_type: Annotated[list[str] | None, _words("--layer-type", "layer_type", "Layer type: attention, linear, …")] = None
-    component: Annotated[list[str] | None, _words("--component", "component", "Component: FA, linear, …")] = None
-    operation: Annotated[list[str] | None, _words("--operation", "operation", "Operation: forward or backward.")] = None
+    layer_type: Annotated[
+        list[str] | None, _words("--layer-type", "layer_type", "Layer type: attention, linear, …")
+    ] = None
+    component: Annotated[list[str] | None, _words("--component", "component", "Component: FA, linear, …")] = (
+        None
+    )
+    operation: Annotated[
+        list[str] | None, _words("--operation", "operation", "Operation: forward or backward.")
+    ] = None
     tensor_name: Annotated[
         list[str] | None, _words("--tensor", "tensor_name", "Tensor name: input, query, grad_output, …")
     ] = None
-    module: Annotated[list[str] | None, _words("--module", "module", "Glob of module names, such as '*.mlp.*'.")] = None
+    module: Annotated[
+        list[str] | None, _words("--module", "module", "Glob of module names, such as '*.mlp.*'.")
+    ] = None
 
     def tests(self) -> Tests:
         """Return one test for each given option. A key, or a row with its fields, is selected if it passes all.

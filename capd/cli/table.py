@@ -9,19 +9,23 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import TextWrapper
 
 from capd.cli.output import note, print_lines
 
 __all__ = [
     "Column",
+    "TextTables",
     "aligned",
     "drawn",
     "fitted",
     "in_one_unit",
+    "note_left_out",
     "painted",
     "print_columns",
+    "prose",
     "terminal_width",
 ]
 
@@ -60,8 +64,13 @@ def print_columns(columns: Sequence[Column], *, wide: bool = False, colours: Seq
     """Print a table, and name on stderr the columns that did not fit. The arguments are those of `drawn`."""
     lines, left_out = drawn(columns, wide=wide, colours=colours)
     print_lines(lines)
-    if left_out:
-        note(f"left out to fit the terminal: {', '.join(left_out)}; --wide shows all columns")
+    note_left_out(left_out)
+
+
+def note_left_out(names: Sequence[str]) -> None:
+    """Name on stderr the columns that did not fit, if there are any."""
+    if names:
+        note(f"left out to fit the terminal: {', '.join(names)}; --wide shows all columns")
 
 
 def drawn(
@@ -78,6 +87,65 @@ def drawn(
     shades = colours or [""] * len(rows)
     shown = [painted(row, shade) for row, shade in zip(rows, shades, strict=True)]
     return [painted(header, "bold"), *shown], left_out
+
+
+class TextTables:
+    """Draws tables of text that fit the terminal, as `table_lines` does where nothing has to.
+
+    Attributes:
+        left_out: The names of the columns that did not fit.
+    """
+
+    def __init__(self, names: Iterable[str], spare: Sequence[str] = (), *, wide: bool = False) -> None:
+        """Prepare the drawing.
+
+        Args:
+            names: The headers of the columns whose cells may be shortened.
+            spare: The headers of the columns that may be left out, the first of them first.
+            wide: Whether nothing is shortened or left out in a terminal, too.
+        """
+        self._names, self._spare, self._wide = frozenset(names), tuple(spare), wide
+        self.left_out: list[str] = []
+
+    def __call__(
+        self, header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()
+    ) -> list[str]:
+        """Return the lines of one table. The arguments are those of `table_lines`."""
+        to_right = frozenset(right)
+        columns = [
+            Column(
+                name, [row[at] for row in rows], name in to_right, name in self._names, self._spare_of(name)
+            )
+            for at, name in enumerate(header)
+        ]
+        lines, left_out = drawn(columns, wide=self._wide)
+        self.left_out += [name for name in left_out if name not in self.left_out]
+        return lines
+
+    def note_left_out(self) -> None:
+        """Name on stderr the columns that did not fit, if there are any."""
+        note_left_out(self.left_out)
+
+    def _spare_of(self, name: str) -> int:
+        return len(self._spare) - self._spare.index(name) if name in self._spare else 0
+
+
+def prose(lines: Iterable[str], indent: int, *, wide: bool = False) -> list[str]:
+    """Return lines of words, wrapped between words to fit the terminal. A word that does not fit stays whole.
+
+    Args:
+        lines: The lines. One with a single word behind its label stays whole, so that it can be copied.
+        indent: The columns of the label, which the further rows of a line leave empty.
+        wide: Whether nothing is wrapped.
+    """
+    width = None if wide else terminal_width()
+    if width is None:
+        return list(lines)
+    wrapper = TextWrapper(
+        max(width, indent + _LEAST_NAME), subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [row for line in lines for row in (wrapper.wrap(line) if " " in line[indent:] else [line])]
 
 
 def terminal_width() -> int | None:
@@ -165,7 +233,7 @@ def _rounded(value: float | None, digits: int) -> str:
         return f"{value:.{digits - 1}e}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:.{places}f}"
-    return text.rstrip("0").rstrip(".") if float(text) == int(float(text)) and value == int(value) else text
+    return text.partition(".")[0] if value == int(value) else text
 
 
 def _has_place(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from capd.collect.report import FIELDS
@@ -17,10 +17,15 @@ _COUNTS = ("nan", "inf", "zero")
 _NUMBERS = ("records", "raw", *_STATISTICS, *_COUNTS)
 _LABEL = "a label: the job computed the values by itself (emulation: none)"
 Row = Mapping[str, Any]
+Draw = Callable[[Sequence[str], Sequence[Sequence[str]], Iterable[str]], Sequence[str]]
+"""Draws a table from its header, its rows, and the names of the columns that are aligned to the right."""
 
 
-def report_lines(report: Row) -> Iterator[str]:
-    """Yield the lines of a report of `capd.collect.report`. If captures were dropped, the first line says so."""
+def report_lines(report: Row, draw: Draw = table_lines) -> Iterator[str]:
+    """Yield the lines of a report of `capd.collect.report`. If captures were dropped, the first line says so.
+
+    `draw` draws the tables.
+    """
     total: dict[str, int] = {}
     for one in report["dropped"]:
         total[one["reason"]] = total.get(one["reason"], 0) + one["count"]
@@ -32,12 +37,12 @@ def report_lines(report: Row) -> Iterator[str]:
     for name, texts in report["emulation"].items():
         yield from _emulation_lines(name, texts)
     yield ""
-    yield from type_lines(report["types"])
+    yield from type_lines(report["types"], draw)
     for name in FIELDS:
         yield ""
-        yield from _table(name, report["by"][name])
+        yield from _table(name, report["by"][name], draw)
     yield ""
-    yield from _drop_lines(report["dropped"])
+    yield from _drop_lines(report["dropped"], draw)
     if left_out(total):
         yield "sampled and stopped: left out by the settings"
 
@@ -48,7 +53,7 @@ def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]
         yield f"{of}{quant_type}: {_LABEL if text == 'none' else f'emulation: {text}'}"
 
 
-def type_lines(types: Sequence[Row]) -> list[str]:
+def type_lines(types: Sequence[Row], draw: Draw = table_lines) -> Sequence[str]:
     """Return one line for each type: its outcome and its records. `types` are `TypeState`s as plain values."""
     rows = [
         (
@@ -64,10 +69,10 @@ def type_lines(types: Sequence[Row]) -> list[str]:
         for one in types
     ]
     header = ("type", "outcome", "micro-batches", "records", "time", "tries", "exit code", "why")
-    return table_lines(header, rows, header[2:7])
+    return draw(header, rows, header[2:7])
 
 
-def _table(name: str, groups: Sequence[Row]) -> Iterator[str]:
+def _table(name: str, groups: Sequence[Row], draw: Draw) -> Iterator[str]:
     rows = [
         (
             "none" if group["value"] is None else str(group["value"]) or '""',
@@ -78,7 +83,7 @@ def _table(name: str, groups: Sequence[Row]) -> Iterator[str]:
         )
         for group in groups[:_MAX_ROWS]
     ]
-    yield from table_lines((name, *_NUMBERS), rows, _NUMBERS)
+    yield from draw((name, *_NUMBERS), rows, _NUMBERS)
     if len(groups) > _MAX_ROWS:
         yield f"… and {len(groups) - _MAX_ROWS:,} more: the JSON report has all"
 
@@ -87,8 +92,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _drop_lines(dropped: Sequence[Row]) -> list[str]:
+def _drop_lines(dropped: Sequence[Row], draw: Draw) -> Sequence[str]:
     if not dropped:
         return ["nothing was dropped"]
     rows = [(one["quant_type"] or "none", one["reason"], human_count(one["count"])) for one in dropped]
-    return table_lines(("dropped of", "reason", "count"), rows, ("count",))
+    return draw(("dropped of", "reason", "count"), rows, ("count",))

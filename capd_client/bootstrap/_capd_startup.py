@@ -1,4 +1,4 @@
-"""The start of a Python process in a job of `capd run` or CAPD_WATCH=1: makes capd importable, and waits for `import torch`.
+"""The start of a Python process in a job that capd watches: makes capd importable, and waits for `import torch`.
 
 Most processes of a job never import torch, or never train. Their whole cost is this file. capd_client is imported
 with the first training forward of a model. Until then its presence shows that the job imported it.

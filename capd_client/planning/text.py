@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from capd_client.process.text import human_count, human_nbytes, number_ranges, table_lines
@@ -19,18 +19,21 @@ _RATIO = " (bf16 is stored at about 1 : 1.4)"
 _RIGHT = ("series", "records", "bytes", "step", "link", "arena holds")
 
 Plan = Mapping[str, Any]
+Draw = Callable[[Sequence[str], Sequence[Sequence[str]], Iterable[str]], Sequence[str]]
+"""Draws a table from its header, its rows, and the names of the columns that are aligned to the right."""
 
 
-def plan_lines(plan: Plan, *, every_series: bool = False) -> Iterator[str]:
+def plan_lines(plan: Plan, *, every_series: bool = False, draw: Draw = table_lines) -> Iterator[str]:
     """Yield the lines of a plan.
 
     Args:
         plan: The JSON of a plan (`docs/json.md`).
         every_series: Whether every series has its own line, instead of one line per group.
+        draw: Draws the tables.
     """
-    yield from _tables(plan["ranks"], every_series)
+    yield from _tables(plan["ranks"], every_series, draw)
     yield ""
-    yield from table_lines(
+    yield from draw(
         ("rank", "host", "series", "records", "bytes", "step", "link", "arena holds"),
         [_rank_row(rank) for rank in plan["ranks"]],
         _RIGHT,
@@ -54,7 +57,7 @@ def expected_lines(expected: Sequence[Plan]) -> Iterator[str]:
         yield "(dtypes as the parameters are now, autocast changes them; run a training step for shapes and bytes)"
 
 
-def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
+def _tables(ranks: Sequence[Plan], every_series: bool, draw: Draw) -> Iterator[str]:
     """Yield one table for all ranks with equal tables."""
     tables: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for rank in ranks:
@@ -68,7 +71,7 @@ def _tables(ranks: Sequence[Plan], every_series: bool) -> Iterator[str]:
             continue
         header = ("module", "tensor", "series", "dtype", "shape", "records", "bytes", "steps")
         columns = len(header) if len({row[-1] for row in rows}) > 1 else len(header) - 1
-        yield from table_lines(header[:columns], [row[:columns] for row in rows], _RIGHT)
+        yield from draw(header[:columns], [row[:columns] for row in rows], _RIGHT)
 
 
 def _rows(series: Sequence[Plan], every_series: bool) -> tuple[tuple[str, ...], ...]:

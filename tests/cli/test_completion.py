@@ -37,7 +37,9 @@ def ask(capd: Capd, store_root: Path) -> Callable[..., list[str]]:
     return lambda *words: offered(capd, *words, cwd=store_root.parent)
 
 
-def test_values_of_the_run_are_offered_by_its_catalog(ask: Callable[..., list[str]], store_root: Path) -> None:
+def test_values_of_the_run_are_offered_by_its_catalog(
+    ask: Callable[..., list[str]], store_root: Path
+) -> None:
     store = store_root.name
 
     assert ask("ls", store, "--layer", "") == ["0", "2"]
@@ -104,7 +106,7 @@ def test_names_that_a_shell_would_read_otherwise_are_not_offered(capd: Capd, tmp
 
 @pytest.mark.parametrize(
     ("shell", "expected"),
-    [("zsh", "_arguments '*: :((\"0\"\n\"2\"))'"), ("fish", "0\n2"), ("bash", "0\n2")],
+    [("zsh", '_arguments \'*: :(("0"\n"2"))\''), ("fish", "0\n2"), ("bash", "0\n2")],
 )
 def test_each_shell_is_answered_in_its_own_way_without_heavy_imports(
     shell: str, expected: str, store_root: Path
@@ -115,7 +117,7 @@ def test_each_shell_is_answered_in_its_own_way_without_heavy_imports(
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
-    *lines, = done.stderr.splitlines()
+    (*lines,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout.rstrip("\n")) == (0, expected)
     assert all(line.startswith("import time:") for line in lines)
     assert not HEAVY & {line.rpartition("|")[2].strip() for line in lines}

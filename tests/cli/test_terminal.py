@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +13,57 @@ import pytest
 
 from capd_client.protocol.key import Moment
 from tests.kit import forking
+from tests.kit.daemon import DaemonProcess
 from tests.kit.store.cli import StoreWriter, linear_key, session_row
+from tests.kit.terminal import Terminal
 
 COLUMNS = 80
+LABEL = 12
+TRAINER = """
+import sys, torch, capd_client
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+capd_client.watch(model, steps="all")
+model(torch.ones(2, 4)).sum().backward()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+PLANNED = """
+import torch
+model = torch.nn.ModuleDict(dict(self_attention_query_key_value=torch.nn.ModuleDict(dict(
+    input_projection=torch.nn.Linear(4096, 64)))))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = model
+    def forward(self, x):
+        return self.parts["self_attention_query_key_value"]["input_projection"](x)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    model(torch.ones(2, 4096)).sum().backward()
+    optimizer.step()
+"""
 LONG = "transformer.decoder.layers.{}.self_attention.query_key_value_projection"
 COMMANDS = [
     ("ls",),
     ("ls", "--by", "module"),
     ("show", "*layers.0.*input"),
+    ("show", "*layers.0.*input#0"),
     ("stats",),
+    ("stats", "--drops"),
+    ("verify",),
+    ("export",),
     ("compare", "--by", "layer,module,tensor_name"),
     ("compare", "--per-block", "--formats", "mxfp8,nvfp4"),
     ("compare", "--sweep-scale", "--formats", "e4m3"),
     ("compare", "--between", "layer=0,1", "--by", "module", "--ignore", "module"),
     ("compare", "--between", "layer=0,1", "--records", "--ignore", "module"),
+    ("compare", "SELF"),
+    ("compare", "SELF", "--records"),
+    ("doctor", "--quick"),
+    ("config", "show"),
 ]
+WITHOUT_STORE = ("doctor", "config")
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +81,68 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run.zarr"
 
 
-def in_terminal(*args: str | Path, **environ: str) -> str:
+def in_terminal(*args: str | Path, code: int = 0, **environ: str) -> str:
     """What `capd ARGS` draws on a terminal of 80 columns, where that is its standard output."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    with forking.popen(
-        [sys.executable, "-m", "capd", *map(str, args)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,
-        env={**clean, "TERM": "xterm", **environ},
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while piece := os.read(ours, 1 << 16):
-                shown += piece
-        except OSError:  # the other end was closed
-            pass
-        finally:
-            os.close(ours)
-        assert process.wait(60) == 0
-    return shown.decode().replace("\r\n", "\n")
+    with Terminal(*args, columns=COLUMNS, environ=environ, stderr=subprocess.DEVNULL) as terminal:
+        shown = terminal.read_all()
+        assert terminal.process.wait(60) == code
+    return shown
 
 
 def plain(text: str) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
 
 
+def check(shown: str) -> None:
+    """Nothing is wider than the terminal but single words, such as paths, which stay whole to be copied."""
+    for line in plain(shown):
+        assert len(line) <= COLUMNS or len(line[LABEL:].split()) == 1, line
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_fits_80_columns(command: tuple[str, ...], store: Path) -> None:
-    verb, *rest = command
-    shown = in_terminal(verb, store, *rest)
+    verb, *rest = (str(store) if word == "SELF" else word for word in command)
+    place = [] if verb in WITHOUT_STORE else [store]
+    shown = in_terminal(verb, *place, *rest)
 
-    # A table follows its header, which is bold. Sentences may wrap.
-    _, *tables = shown.split("\x1b[1m")
-    assert tables
-    lines = [line for table in tables for line in plain(table.partition("\n\n")[0])]
-    assert [line for line in lines if len(line) > COLUMNS] == []
+    assert shown
+    check(shown)
+    # A table follows its header, which is bold.
+    for table in shown.split("\x1b[1m")[1:]:
+        assert max(map(len, plain(table.partition("\n\n")[0]))) <= COLUMNS
+
+
+def test_the_ranks_of_a_live_job_fit(runtime_dir: Path, tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path / "store", runtime_dir / "capd.sock")
+    endpoint = f"unix:{daemon.path}"
+    job = [sys.executable, "-c", TRAINER]
+    with forking.popen(
+        job, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "CAPD_ENDPOINT": endpoint}
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+        in_terminal("ctl", "select", "--modules", f"*{LONG[-30:]}*", "--no-wait", CAPD_ENDPOINT=endpoint)
+        narrow = in_terminal("ctl", "status", CAPD_ENDPOINT=endpoint)
+        wide = in_terminal("ctl", "status", "--wide", CAPD_ENDPOINT=endpoint)
+        rank.communicate(timeout=60)
+    daemon.stop()
+
+    check(narrow)
+    assert "…" in narrow
+    assert LONG[-30:] in wide
+    assert max(map(len, plain(wide))) > COLUMNS
+
+
+@pytest.mark.slow
+def test_a_plan_fits(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(PLANNED)
+    job = ("--", sys.executable, str(tmp_path / "job.py"))
+    narrow, wide = in_terminal("plan", *job), in_terminal("plan", "--wide", *job)
+
+    check(narrow)
+    assert "self_attention_query_key_value.input_projection" in wide
+    assert "self_attention_query_key_value.input_projection" not in narrow
+    assert "parts.…t_projection" in narrow
 
 
 def test_colours_are_for_terminals_that_want_them(store: Path) -> None:

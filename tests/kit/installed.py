@@ -26,7 +26,9 @@ class Installed:
         """Install capd again. What tests have added is gone."""
         for path in self.site.iterdir():
             path.unlink()
-        wheel = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+        wheel = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"][
+            "wheel"
+        ]
         (self.site / "_capd.pth").write_text(f"{_ROOT}\n")
         for file, place in wheel["force-include"].items():
             (self.site / place).write_text((_ROOT / file).read_text())

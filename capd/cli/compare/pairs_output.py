@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of
 from capd.cli.output import human_count, human_number, note, print_lines
-from capd.cli.table import Column, aligned, print_columns
+from capd.cli.table import Column, aligned, print_columns, prose
 
 if TYPE_CHECKING:
     from capd.io.pairs import Matched
@@ -79,7 +79,7 @@ def print_differences(
         elif not stopped:
             _print_groups(found.by, groups, wide=request.wide)
         gap = [""] if found.keeps_each or not stopped else []
-        print_lines([*gap, *_summary(found, len(pairing.pairs))])
+        print_lines([*gap, *prose(_summary(found, len(pairing.pairs)), 2, wide=request.wide)])
 
 
 def _plain_only(entries: Sequence[Entry]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from capd.cli.options import Config, Json, flag
-from capd.cli.output import note, print_either, table_lines
+from capd.cli.options import Config, Json, Wide, flag
+from capd.cli.output import note, print_either
+from capd.cli.table import TextTables
 
 __all__ = ["app"]
 
@@ -44,6 +45,7 @@ def _group() -> None:
 @app.command(short_help="Print each setting with its origin.")
 def show(
     config: Config = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Print each setting of the daemon and of the job, its value and its origin: env NAME, file PATH or default.
@@ -65,8 +67,8 @@ def show(
     file = None if daemon.path is None else str(daemon.path)
     lines = [
         f"file: {file or 'none'}",
-        *("", "daemon (capd serve, capd run)", *_table(values)),
-        *("", "job (capd_client, in the training process)", *_table(job)),
+        *("", "daemon (capd serve, capd run)", *_table(values, wide)),
+        *("", "job (capd_client, in the training process)", *_table(job, wide)),
     ]
     print_either({"file": file, "daemon": values, "job": job}, lines, as_json=as_json)
 
@@ -140,9 +142,9 @@ def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:
     return values
 
 
-def _table(values: Mapping[str, dict[str, Any]]) -> list[str]:
+def _table(values: Mapping[str, dict[str, Any]], wide: bool) -> list[str]:
     rows = [("  " + name, _text(name, found), found["origin"]) for name, found in values.items()]
-    return table_lines(("  setting", "value", "origin"), rows)
+    return TextTables(("value", "origin"), wide=wide)(("  setting", "value", "origin"), rows)
 
 
 def _text(name: str, found: dict[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
 from capd.cli.daemon.ranks_view import order_lines, status_lines
 from capd.cli.daemon_client import connect
-from capd.cli.options import flag, grouped, option
+from capd.cli.options import Wide, flag, grouped, option
 from capd.cli.output import print_json, print_lines
 from capd.errors import CapdError, ConfigError, NothingMatched
 from capd.metrics import RankControl
@@ -103,9 +104,11 @@ def _group() -> None:
 
 
 @app.command(short_help="Show where each rank is and what it captures.")
-def status(run_id: RunId = None, endpoint: Endpoint = None, as_json: Json = False) -> None:
+def status(
+    run_id: RunId = None, endpoint: Endpoint = None, wide: Wide = False, as_json: Json = False
+) -> None:
     """Show where each rank is, what it captures, and which order it has not followed yet."""
-    _show(_ask(Control("status", run_id), endpoint), as_json, status_lines)
+    _show(_ask(Control("status", run_id), endpoint), as_json, partial(status_lines, wide=wide))
 
 
 @app.command(short_help="Capture again.")

@@ -13,10 +13,12 @@ import typer
 
 from capd.cli.options import Json, flag
 from capd.cli.output import print_json, print_lines
+from capd.cli.table import prose
 
 __all__ = ["doctor"]
 
 ROUND_TRIP_TIMEOUT_S = 120.0
+_LABEL = len("fail  ")
 
 
 def doctor(
@@ -50,8 +52,8 @@ def doctor(
         print_json({"ok": not failed, "checks": checks, "dtypes": dtypes})
     else:
         for finding in findings:
-            print_lines([f"{finding.status:<4}  {finding.name}: {finding.detail}"])
-            print_lines([f"      → {finding.fix}"] if finding.fix else [])
+            fix = [f"      → {finding.fix}"] if finding.fix else []
+            print_lines(prose([f"{finding.status:<4}  {finding.name}: {finding.detail}", *fix], _LABEL))
     raise typer.Exit(1 if failed else 0)
 
 

@@ -9,8 +9,8 @@ from capd.metrics import RankControl, Selected, Steer
 __all__ = ["order_lines", "status_lines"]
 
 
-def status_lines(ranks: list[RankControl]) -> list[str]:
-    """Return the header and one row for each rank."""
+def status_lines(ranks: list[RankControl], *, wide: bool = False) -> list[str]:
+    """Return the run, the header and one row for each rank. `wide`: nothing has to fit the terminal."""
     columns = [
         Column("rank", [str(rank.rank) for rank in ranks], right=True),
         Column("attempt", [str(rank.attempt) for rank in ranks], right=True, spare=4),
@@ -24,7 +24,7 @@ def status_lines(ranks: list[RankControl]) -> list[str]:
         Column("in flight", [human_count(rank.in_flight) for rank in ranks], right=True),
         Column("dropped", [human_count(sum(rank.dropped.values())) for rank in ranks], right=True),
     ]
-    return [f"run {ranks[0].run_id}", *drawn(columns)[0]]
+    return [f"run {ranks[0].run_id}", *drawn(columns, wide=wide)[0]]
 
 
 def order_lines(ranks: list[RankControl]) -> list[str]:

@@ -21,7 +21,9 @@ from capd.cli.jobs.settings import ResolvedJob
 from capd.cli.options import flag, option
 from capd.cli.output import note, print_either
 from capd.cli.run.collection import Collection, TypeJob
+from capd.cli.table import TextTables
 from capd.collect.placeholders import fill, parse_variables, shared_places
+from capd.collect.report import FIELDS
 from capd.collect.request import MODES, CollectionRequest, make_request
 from capd.collect.state import (
     CollectionState,
@@ -42,6 +44,9 @@ __all__ = ["CollectionOptions", "collection_request", "run_collection"]
 _EXIT_CODES: dict[Outcome | None, int] = {"nothing": 5, "full": 6}
 
 
+# What a terminal may shorten in the report, and what it may leave out.
+_NAMES = (*FIELDS, "why", "dropped of")
+_SPARE = ("min", "max", "std", "mean", "inf", "nan", "zero", "tries", "exit code", "time")
 # The heading of these options in docs/cli.md.
 _HEADING = {"rich_help_panel": "Collections"}
 
@@ -290,17 +295,20 @@ def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -
     from capd.collect.report_text import report_lines, type_lines
     from capd.store.read.store import open_store
 
+    tables = TextTables(_NAMES, _SPARE)
     if run.is_dir():
         report = collection_report(open_store(run), state)
-        document, lines = strict_json(report), list(report_lines(report))
+        document, lines = strict_json(report), report_lines(report, tables)
         try:
             write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-            write_text(directory / "report.txt", "\n".join(lines) + "\n")
+            write_text(directory / "report.txt", "".join(f"{line}\n" for line in report_lines(report)))
             note(f"the report is in {directory}: report.json, report.txt")
         except OSError as error:
             note(f"the report cannot be written into {directory}: {error.strerror or error}")
     else:
         note(f"there is no report, as nothing was captured into {run}")
         document = {"types": [one.model_dump() for one in state.types]}
-        lines = type_lines(document["types"])
+        lines = iter(type_lines(document["types"], tables))
     print_either(document, lines, as_json=as_json)
+    if tables.left_out:
+        note(f"left out to fit the terminal: {', '.join(tables.left_out)}; report.txt has all columns")

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.jobs.settings import JobOptions
-from capd.cli.options import Command, Json, flag, grouped, option
+from capd.cli.options import Command, Json, Wide, flag, grouped, option
 from capd.cli.output import note, print_either
+from capd.cli.table import TextTables, prose
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
     from capd_client.planning.seen import RankSeen
 
 __all__ = ["plan"]
+
+_LABEL = len("  memory     ")
 
 
 @grouped
@@ -39,6 +42,7 @@ def plan(
     every_series: Annotated[
         bool, flag("--all", "Print a line for each series, not for each group of layers.")
     ] = False,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Show what a job would capture and what that takes: series, bytes, link time, disk, memory.
@@ -98,7 +102,10 @@ def plan(
         )
         _check_seen(seen, code, timeout_s, startup.why_nothing)
     found = _plan(seen, daemon, ended=code == 0)
-    print_either(found, plan_lines(found, every_series=every_series), as_json=as_json)
+    tables = TextTables(("module", "host"), ("dtype", "series", "records", "shape", "link"), wide=wide)
+    lines = plan_lines(found, every_series=every_series, draw=tables)
+    print_either(found, prose(lines, _LABEL, wide=wide), as_json=as_json)
+    tables.note_left_out()
     if not all(rank["complete"] for rank in found["ranks"]):
         note("no step of some ranks was finished: their figures cover only the part that ran")
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.cli.table import prose
 from capd.errors import NothingMatched
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
@@ -114,7 +115,7 @@ def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) ->
     what = f"{human_count(records, 'record')} of {len(chosen):,} series{size}"
     said = f"{what}; nothing is written yet: -o {target} writes it"
     found = {"directory": None, "format": to, "records": records, "series": len(chosen), "raw_bytes": nbytes}
-    print_either(found, [said], as_json=as_json)
+    print_either(found, prose([said], 2), as_json=as_json)
 
 
 def _files(

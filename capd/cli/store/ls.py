@@ -37,7 +37,8 @@ def ls(
         int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
     ] = None,
     by: Annotated[
-        str | None, option(
+        str | None,
+        option(
             "--by",
             "FIELD",
             f"Count series, records and bytes by: {', '.join(COUNTABLE)}.",
@@ -45,9 +46,9 @@ def ls(
         ),
     ] = None,
     wide: Wide = False,
-    sort: Annotated[str | None, option(
-            "--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.", autocompletion=any_of(*SORTABLE)
-        ),
+    sort: Annotated[
+        str | None,
+        option("--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.", autocompletion=any_of(*SORTABLE)),
     ] = None,
     as_json: Json = False,
 ) -> None:

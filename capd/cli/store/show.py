@@ -25,7 +25,7 @@ from capd.cli.output import (
 )
 from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
 from capd.cli.stores import RunOption, resolve_run
-from capd.cli.table import Column, aligned, print_columns
+from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
 from capd_client.protocol.key import Moment
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["find_one", "show"]
 
 _STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+_LABEL = len("sum_sq      ")
 # The time and the recomputation have lines of their own.
 _MOMENT = Moment.__struct_fields__[:-2]
 
@@ -95,7 +96,7 @@ def show(
     if as_json:
         print_json(_record_document(found, number, values))
     else:
-        _print_record(found, number, values)
+        _print_record(found, number, values, wide=wide)
 
 
 def _split(series: str) -> tuple[str, int | None]:
@@ -198,36 +199,32 @@ def _print_series(series: Series, limit: int, *, wide: bool) -> None:
         whole("nan", (one.nan for one in stats)),
         whole("inf", (one.inf for one in stats)),
     ]
-    print_lines([*_head_lines(series), ""])
+    print_lines([*prose(_head_lines(series), _LABEL, wide=wide), ""])
     print_columns(columns, wide=wide)
     if len(series) > limit:
         note(f"showing {limit} of {len(series):,} records; raise --limit for more")
 
 
-def _print_record(series: Series, number: int, first: int) -> None:
+def _print_record(series: Series, number: int, first: int, *, wide: bool) -> None:
     record = series.records[number]
     stats = record.stats
     first_values, bars = _elements(series, number, first)
     marks = [name for name in ("requires_grad", "is_leaf", "recompute", "sealed") if getattr(record, name)]
     seconds, fraction = divmod(record.time_ns, 10**9)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    print_lines(
-        [
-            *_head_lines(series),
-            f"record      #{record.index}, shape {_shape(record.shape)}, on {record.device}",
-            "moment      " + ", ".join(f"{n} {v}" for n in _MOMENT if (v := getattr(record, n)) is not None),
-            f"time        {when}.{fraction // 10**6:03d}",
-            f"marks       {', '.join(marks) or '-'}",
-            *([f"metadata    {record.metadata}"] if record.metadata else []),
-            *_part_lines(_whole(series, record.attributes)),
-            *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
-            f"values      {first_values}",
-            "",
-            "exponents",
-            *exponent_bars(stats.exponent_histogram),
-            *bars,
-        ]
-    )
+    text = [
+        *_head_lines(series),
+        f"record      #{record.index}, shape {_shape(record.shape)}, on {record.device}",
+        "moment      " + ", ".join(f"{n} {v}" for n in _MOMENT if (v := getattr(record, n)) is not None),
+        f"time        {when}.{fraction // 10**6:03d}",
+        f"marks       {', '.join(marks) or '-'}",
+        *([f"metadata    {record.metadata}"] if record.metadata else []),
+        *_part_lines(_whole(series, record.attributes)),
+        *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
+        f"values      {first_values}",
+    ]
+    bars = ["", "exponents", *exponent_bars(stats.exponent_histogram), *bars]
+    print_lines([*prose(text, _LABEL, wide=wide), *bars])
 
 
 def _whole(series: Series, attributes: dict[str, Any]) -> dict[str, Any] | None:

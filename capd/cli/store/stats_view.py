@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from capd.cli.output import human_count, human_nbytes
-from capd.cli.table import Column, drawn
+from capd.cli.table import Column, drawn, prose
 from capd.drops import describe_drops, left_out, lost
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from capd.metrics import SessionStats
 
 __all__ = ["one_line", "render", "which_run"]
+
+_LABEL = len("statistics  ")
 
 
 def render(counters: Counters, *, wide: bool = False) -> list[str]:
@@ -39,7 +41,7 @@ def render(counters: Counters, *, wide: bool = False) -> list[str]:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
         )
-    return lines + _session_table(counters, wide=wide)
+    return prose(lines, _LABEL, wide=wide) + _session_table(counters, wide=wide)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

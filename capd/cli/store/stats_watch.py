@@ -36,9 +36,8 @@ def watch_counters(source: Source, interval_s: float, *, as_json: bool, wide: bo
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         block = RedrawnBlock()
         for counters, gone in refreshes:
-            lines = [*(["daemon gone; the last counters known:"] if gone else []), *render(counters, wide=wide)]
-            end = lines.index("") if "" in lines else len(lines)
-            block.draw(lines[:end], lines[end:])
+            before = ["daemon gone; the last counters known:"] if gone else []
+            block.draw([*before, *render(counters, wide=wide)])
     else:
         first = True
         for counters, gone in refreshes:
@@ -49,7 +48,7 @@ def watch_counters(source: Source, interval_s: float, *, as_json: bool, wide: bo
 
 
 def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bool]]:
-    """Yield the counters repeatedly, with whether the daemon that sent them is gone. A resized terminal ends a pause."""
+    """Yield the counters repeatedly, with whether the daemon that sent them is gone. Another size ends a pause."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _RESIZED)
     seen_daemon = False
     counters: Counters | None = None

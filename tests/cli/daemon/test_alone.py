@@ -17,7 +17,8 @@ daemon._ALONE_S = 0.5
 main(sys.argv[1:])
 """
 SAID = (
-    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, or `capd run --attach -- CMD`"
+    "no rank has connected; scripts that do not import capd_client need CAPD_WATCH=1, "
+    "or `capd run --attach -- CMD`"
 )
 
 

@@ -170,7 +170,9 @@ def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: 
         scrolled = terminal.screen.scrolled
 
         terminal.resize(40, 12)
-        lines = terminal.until(lambda lines: bool(lines) and lines[0] == "daemon gone; the last counters known:")
+        lines = terminal.until(
+            lambda lines: bool(lines) and lines[0] == "daemon gone; the last counters known:"
+        )
         assert len(lines) <= 11
         assert terminal.screen.scrolled == scrolled
 

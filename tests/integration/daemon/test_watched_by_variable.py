@@ -41,9 +41,18 @@ def test_a_script_by_itself_is_captured_as_under_capd_run(runtime_dir: Path) -> 
     assert f"`CAPD_ENDPOINT={endpoint} CAPD_WATCH=1 python train.py`" in daemon.text()
 
     processes.capd(
-        "run", "--run-id", "told", "--", sys.executable, str(script), inner=forking.TRAINING, CAPD_ENDPOINT=endpoint
+        "run",
+        "--run-id",
+        "told",
+        "--",
+        sys.executable,
+        str(script),
+        inner=forking.TRAINING,
+        CAPD_ENDPOINT=endpoint,
     )
-    done = installed.run(script, CAPD_ENDPOINT=endpoint, CAPD_WATCH="1", CAPD_RUN_ID="alone", OMP_NUM_THREADS="1")
+    done = installed.run(
+        script, CAPD_ENDPOINT=endpoint, CAPD_WATCH="1", CAPD_RUN_ID="alone", OMP_NUM_THREADS="1"
+    )
     unwatched = installed.run(script, CAPD_ENDPOINT=endpoint, CAPD_RUN_ID="none", OMP_NUM_THREADS="1")
     daemon.stop()
 

@@ -35,7 +35,9 @@ def start(installed: Installed, *flags: str, **environ: str) -> list[list[str]]:
     return list(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("how", [{}, {"CAPD_WATCH": "0"}, {"CAPD_WATCH": "off"}, {"CAPD_WATCH": "no idea"}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"CAPD_WATCH": "0"}, {"CAPD_WATCH": "off"}, {"CAPD_WATCH": "no idea"}], ids=str
+)
 def test_without_the_variable_nothing_is_different(how: dict[str, str], installed: Installed) -> None:
     environ = {"CAPD_ENDPOINT": ON["CAPD_ENDPOINT"], **how}
     with_capd = start(installed, **environ)
