@@ -154,7 +154,7 @@ def _runs(root: Path) -> list[Path]:
 def _default_store() -> Path:
     """Return the directory of runs if none is named. Only a capd.toml takes the time to import all settings."""
     if os.environ.get("CAPD_CONFIG") or os.path.exists("capd.toml"):
-        from capd.cli.stores import default_store
+        from capd.config import load_daemon_settings
 
-        return default_store()
+        return load_daemon_settings({}).store
     return Path(os.environ.get("CAPD_STORE") or "captures")

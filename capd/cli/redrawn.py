@@ -24,17 +24,13 @@ class RedrawnBlock:
 
     def draw(self, lines: Sequence[str]) -> None:
         """Draw lines in place of those drawn before. They are cut off where the terminal ends."""
-        width, height = size = tuple(shutil.get_terminal_size())
+        size = shutil.get_terminal_size()
         # The last row of the terminal is the cursor's: nothing scrolls.
-        shown = [_cut(line, width) for line in lines[: max(1, height - 1)]]
-        # A terminal that was resized has wrapped the lines again.
-        start = (
-            _CLEAR_SCREEN
-            if self._rows and size != self._size
-            else f"\x1b[{self._rows}A\r"
-            if self._rows
-            else ""
-        )
+        shown = [_cut(line, size.columns) for line in lines[: max(1, size.lines - 1)]]
+        start = f"\x1b[{self._rows}A\r" if self._rows else ""
+        if self._rows and size != self._size:
+            # A terminal that was resized has wrapped the lines again.
+            start = _CLEAR_SCREEN
         body = "".join(f"{line}{_CLEAR_LINE}\n" for line in shown)
         sys.stdout.write(f"{start}{_NO_WRAP}{body}{_WRAP}{_CLEAR_REST}")
         sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from capd.cli.redrawn import RedrawnBlock
-from tests.kit.terminal import Screen
+from tests.kit.jobs.terminal import Screen
 
 
 class Drawn:

@@ -14,8 +14,8 @@ import pytest
 from capd_client.protocol.key import Moment
 from tests.kit import forking
 from tests.kit.daemon import DaemonProcess
+from tests.kit.jobs.terminal import Terminal
 from tests.kit.store.cli import StoreWriter, linear_key, session_row
-from tests.kit.terminal import Terminal
 
 COLUMNS = 80
 LABEL = 12

@@ -52,8 +52,8 @@ def doctor(
         print_json({"ok": not failed, "checks": checks, "dtypes": dtypes})
     else:
         for finding in findings:
-            fix = [f"      → {finding.fix}"] if finding.fix else []
-            print_lines(prose([f"{finding.status:<4}  {finding.name}: {finding.detail}", *fix], _LABEL))
+            remedy = [f"      → {finding.fix}"] if finding.fix else []
+            print_lines(prose([f"{finding.status:<4}  {finding.name}: {finding.detail}", *remedy], _LABEL))
     raise typer.Exit(1 if failed else 0)
 
 

@@ -17,8 +17,8 @@ from capd.cli.store.counters import Counters
 from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
 from tests.kit import forking
+from tests.kit.jobs.terminal import Terminal
 from tests.kit.store.cli import Result, StoreWriter, linear_key, session_row
-from tests.kit.terminal import Terminal
 
 Capd = Callable[..., Result]
 WaitUntil = Callable[..., None]

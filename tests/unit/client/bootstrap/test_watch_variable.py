@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from capd.cli.jobs.startup import BOOTSTRAP
-from tests.kit.installed import Installed
+from tests.kit.jobs.installed import Installed
 
 ON = {"CAPD_ENDPOINT": "unix:/nowhere/capd.sock", "CAPD_WATCH": "1"}
 LOOK = """

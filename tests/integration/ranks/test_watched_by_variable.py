@@ -8,7 +8,7 @@ from pathlib import Path
 import capd
 from tests.kit import forking, processes
 from tests.kit.daemon import DaemonProcess
-from tests.kit.installed import Installed
+from tests.kit.jobs.installed import Installed
 
 SCRIPT = """
 import subprocess, sys
