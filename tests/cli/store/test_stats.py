@@ -163,7 +163,7 @@ def test_on_a_terminal_the_watch_is_drawn_in_its_place_and_ends_with_ctrl_c(seco
 
 def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: Live) -> None:
     with Terminal("stats", "--watch", "--interval", "0.1", rows=30) as terminal:
-        terminal.until(lambda lines: any("live (live; " in line for line in lines))
+        terminal.until(lambda lines: any("live (live;" in line for line in lines))
         live.daemon.terminate()
         lines = terminal.until(lambda lines: "daemon gone; the last counters known:" in lines)
         assert sum(line.startswith("offered") for line in lines) == 1
