@@ -3,6 +3,7 @@
     import capd_client
     capd_client.watch(model)
     capd_client.capture(t, tensor_name="query", layer_type="attention", layer=3)
+    capd_client.scalar("loss", loss)
 
 Importing this package or `capd_client.protocol` imports no torch. The names below load their modules at first use.
 Nothing here ever raises into the training process, unless CAPD_STRICT=1 is set.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capd_client.api import capture, close, counters, flush, set_moment
+    from capd_client.api import capture, close, counters, flush, scalar, set_moment
     from capd_client.emulation.emulation import emulate
     from capd_client.explicit.static_tap import static_tap
     from capd_client.integrations.te_inspection import te_features
@@ -27,6 +28,7 @@ __all__ = [
     "emulate",
     "flush",
     "plan",
+    "scalar",
     "set_moment",
     "static_tap",
     "te_features",
@@ -40,6 +42,7 @@ _HOMES = {
     "emulate": "capd_client.emulation.emulation",
     "flush": "capd_client.api",
     "plan": "capd_client.watching.plan",
+    "scalar": "capd_client.api",
     "set_moment": "capd_client.api",
     "static_tap": "capd_client.explicit.static_tap",
     "te_features": "capd_client.integrations.te_inspection",

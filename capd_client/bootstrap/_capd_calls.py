@@ -67,10 +67,11 @@ class FollowedMethod:
 class FollowedCall:
     """A call of a followed method.
 
-    `known`: capd_client counts it. `ended`: functions to call at its end; they never raise.
+    `known`: capd_client counts it. `ended`: functions to call at its end; they never raise. `returned`: its result,
+    if it did not fail.
     """
 
-    __slots__ = ("args", "ended", "known", "kwargs", "place", "thread")
+    __slots__ = ("args", "ended", "known", "kwargs", "place", "returned", "thread")
 
     def __init__(self, place: FollowedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.place = place
@@ -79,6 +80,7 @@ class FollowedCall:
         self.thread = get_ident()
         self.known = place.counted is not None
         self.ended: list[Callable[[], None]] = []
+        self.returned: tuple[Any, ...] = ()
 
 
 places: dict[tuple[str, str, str], FollowedMethod] = {}
@@ -131,7 +133,9 @@ def _followed(place: FollowedMethod, method: Callable[..., Any]) -> Callable[...
         call = FollowedCall(place, args, kwargs)
         _calls.append(call)
         try:
-            return (place.counted or method)(*args, **kwargs)
+            result = (place.counted or method)(*args, **kwargs)
+            call.returned = (result,)
+            return result
         finally:
             _calls.remove(call)
             for ended in call.ended:

@@ -18,6 +18,7 @@ from capd_client.errors import ConfigError
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Key
 from capd_client.protocol.messages import MAX_KEYS, Define, decode_client, encode
+from capd_client.protocol.scalars import is_scalar
 from capd_client.tensors import emulation_label
 
 __all__ = ["Definition", "Definitions", "dtype_name", "short_name"]
@@ -44,14 +45,18 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 class Definition:
-    """An interned (key, dtype, attributes). `item_nbytes` is 0 for a dtype that capd does not keep."""
+    """An interned (key, dtype, attributes). `item_nbytes` is 0 for a dtype that capd does not keep.
 
-    __slots__ = ("attributes", "define", "id", "item_nbytes", "key")
+    A `patient` one may wait for room, and counts against the budget of its step. Only scalars are not patient.
+    """
+
+    __slots__ = ("attributes", "define", "id", "item_nbytes", "key", "patient")
 
     def __init__(self, define: Define, key: Key, attributes: object) -> None:
         self.define = define
         self.id = define.id
         self.item_nbytes = ITEM_NBYTES.get(define.dtype, 0)
+        self.patient = not is_scalar(key)
         # The caller's object is kept alive, so that no other object can get its id.
         self.key = key
         self.attributes = attributes

@@ -86,11 +86,13 @@ class Queue(Accounts):
         with self.lock:
             if self.refusing is not None:
                 return self._live.refuse(definition, descriptor, self.refusing, nbytes)
-            limited = self.step_budget.nbytes is not None
+            limited = self.step_budget.nbytes is not None and definition.patient
             if limited and not self.step_budget.has_room(descriptor.moment.iteration, nbytes):
                 return self._no_room(definition, descriptor, DropReason.STEP_BUDGET, nbytes)
             slot = self.slots.take(nbytes)
             if slot is None:
+                if not definition.patient:
+                    return self._live.refuse(definition, descriptor, DropReason.ARENA_FULL, nbytes)
                 found = self._wait_for_room(nbytes, descriptor.moment.iteration)
                 if isinstance(found, DropReason):
                     return self._no_room(definition, descriptor, found, nbytes)

@@ -27,6 +27,7 @@ from capd_client.process.log import RateLimitedLog
 from capd_client.process.memory import arena_nbytes
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.scalars import is_scalar
 from capd_client.staging.border import Border
 from capd_client.staging.describe import Described
 from capd_client.steps.context import Context
@@ -61,9 +62,14 @@ class _Adding:
         """Return False, because a plan has no short way."""
         return False
 
+    def put_number(self, *_: object) -> None:
+        """Leave a scalar out: its few bytes do not matter to a plan."""
+
     def put(self, described: Described) -> None:
-        """Count a record of a series."""
+        """Count a record of a series. Leave scalars out."""
         definition, descriptor = described.definition, described.descriptor
+        if is_scalar(definition.key):
+            return
         moment, device = descriptor.moment, described.source.device
         once = self._is_once(definition.key, moment)
         if device.type != "cpu" and is_capturing(device):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Optional, Protocol, Union
 
 import torch
 
 from capd_client.config.settings import ClientConfig
-from capd_client.errors import COUNTED
+from capd_client.errors import COUNTED, ConfigError
 from capd_client.inflight.accounts import Accounts, reason_of
 from capd_client.inflight.capture import Refused
 from capd_client.inflight.counters import CounterValues
@@ -51,6 +52,7 @@ class Puts(Protocol):
         cast_to: Optional[torch.dtype],
         store: Optional[str],
     ) -> bool: ...
+    def put_number(self, value: float, definition: Definition, moment: Moment) -> None: ...
     def put(self, described: Described) -> None: ...
     def settle(self, described: Described, reason: DropReason) -> None: ...
 
@@ -157,6 +159,36 @@ class Border:
                 with without_modes():
                     for at in describe(whole, self._accounts.define, self._makers):
                         self._take(at)
+        except BaseException as error:
+            self._broken(error, at)
+
+    @untraced
+    def offer_scalar(self, value: Union[float, torch.Tensor], key: Key, moment: Moment) -> None:
+        """Take one number. It is kept in every mode and never sampled, and never waits for room.
+
+        Args:
+            value: A float, or a device tensor of shape ().
+            key: The key of the scalar (`capd_client.protocol.scalars.scalar_key`), the same object every time.
+            moment: The moment of the scalar.
+        """
+        if not self.enabled:
+            return
+        if self._accounts.inside():
+            self._refuse_inside()
+            return
+        at: Union[Described, Refused, None] = None
+        try:
+            if isinstance(value, float):
+                definition = self._known.get((id(key), torch.float64, id(None)))
+                definition = definition or self._accounts.define(key, torch.float64, None)
+                self._stager.put_number(value, definition, moment)
+                return
+            offer = Offer(value, key, moment, cast_to=torch.float64, store="full")
+            with without_modes() if modes_active() else nullcontext():
+                for at in describe(offer, self._accounts.define, self._makers):
+                    self._take(at)
+        except ConfigError as error:
+            self.drop_invalid(str(error))
         except BaseException as error:
             self._broken(error, at)
 

@@ -7,6 +7,7 @@ so none reaches the job.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Optional, Union
 
@@ -51,6 +52,7 @@ __all__ = ["Stager"]
 
 # In bytes. No tensor begins so far inside its storage.
 _NO_OFFSET = 1 << 40
+_FLOAT64 = struct.Struct("<d")
 
 
 class Stager:
@@ -159,6 +161,23 @@ class Stager:
             setattr(error, COUNTED, True)
             raise
         return True
+
+    def put_number(self, value: float, definition: Definition, moment: Moment) -> None:
+        """Capture one float64 that is no tensor. It is kept in every mode."""
+        descriptor = Descriptor(0, 0, _FLOAT64.size, definition.id, (), moment, "cpu", False, True)
+        try:
+            capture = self._queue.admit(definition, descriptor)
+            if isinstance(capture, Refused):
+                self._log.no_room(capture)
+                return
+            _FLOAT64.pack_into(self._buffer, descriptor.offset, value)
+            self._journal.keep_usual(capture, (), moment, USUAL | USUAL_IS_LEAF)
+            capture.state = READY
+        except BaseException as error:
+            # As in `put_known`.
+            self._queue.settle(definition, descriptor, reason_of(error))
+            setattr(error, COUNTED, True)
+            raise
 
     def put(self, described: Described) -> None:
         """Capture a described tensor. After a normal return, it is counted once."""

@@ -104,6 +104,8 @@ class Context:
         self._offset = 0
         # Whether a root forward is under way that no framework counts.
         self._own = False
+        # Whether forwards of roots, or a framework, have begun iterations.
+        self._by_forwards = False
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
@@ -216,6 +218,7 @@ class Context:
         know is counted here.
         """
         self._counter = counter
+        self._by_forwards = True
         if counter is None:
             self.counted = False
         else:
@@ -247,6 +250,7 @@ class Context:
 
     def begin_micro_batch(self) -> None:
         """Begin a training forward of a watched root."""
+        self._by_forwards = True
         self.begin_if_dirty()
         if self.counted:
             return
@@ -269,6 +273,18 @@ class Context:
             self._next_iteration()
         else:
             self._read(self._counter)
+
+    def begin_for_scalar(self, identity: object) -> None:
+        """Begin a new iteration if one is due and nothing else would begin it.
+
+        Loops log a loss before or after the optimizer steps. So after a step, the first scalar of a name in an
+        iteration ends it, and the second one begins the next, unless forwards of roots begin the iterations.
+
+        Args:
+            identity: The scalar, as in `next_call`.
+        """
+        if self._first or (not self._by_forwards and self.has_counted(identity)):
+            self.begin_if_dirty()
 
     def optimizer_stepped(self) -> None:
         """Note a step of an optimizer. The next forward or capture belongs to the next iteration."""
@@ -349,3 +365,8 @@ class Context:
         if counter is None:
             counter = calls.setdefault(identity, count())
         return next(counter)
+
+    def has_counted(self, identity: object) -> bool:
+        """Return whether `next_call` has counted `identity` in this iteration."""
+        ordinals = tuple(self._ordinals.items())
+        return any(identity in calls for (iteration, _), calls in ordinals if iteration == self.iteration)

@@ -1,4 +1,4 @@
-"""The table of patches: the methods of each framework that run around the forward of a micro-batch.
+"""The table of patches: the methods of each framework that run around the forward of a micro-batch, or know a scalar.
 
 In every framework the iteration is the number of optimizer steps that are finished. The first iteration is 0, and a
 resumed job continues its count.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
+from capd_client.integrations import framework_scalars
 from capd_client.integrations.counters import megatron, pipelining
 from capd_client.integrations.counters.patches import Patch, counted
 from capd_client.steps.clock import begin_counted, end_counted
@@ -143,11 +144,11 @@ PATCHES = (
     Patch(*_CALLBACKS, "on_step_end", _trainer_steps.end),
     Patch("transformers.trainer", "Trainer", "train", _training, _train_on),
     *(
-        counted(f"{package}.loops.optimization.{module}", owner, method, counter_of)
+        counted(f"{package}.loops.optimization.{module}", owner, method, counter_of, returned)
         for package in ("lightning.pytorch", "pytorch_lightning")
-        for module, owner, method, counter_of in (
-            ("automatic", "_AutomaticOptimization", "_training_step", _lightning_automatic),
-            ("manual", "_ManualOptimization", "advance", _lightning_manual),
+        for module, owner, method, counter_of, returned in (
+            ("automatic", "_AutomaticOptimization", "_training_step", _lightning_automatic, framework_scalars.lightning),
+            ("manual", "_ManualOptimization", "advance", _lightning_manual, None),
         )
     ),
     counted("deepspeed.runtime.engine", "DeepSpeedEngine", "forward", _deepspeed),
@@ -161,6 +162,20 @@ PATCHES = (
     Patch(
         megatron.MODULE, "", "set_current_microbatch", megatron.begin,
         begun=megatron.adopt,
+    ),
+    Patch(*_CALLBACKS, "on_log", framework_scalars.trainer),
+    Patch(megatron.MODULE, "", "forward_step_calc_loss", framework_scalars.megatron_losses),
+    *(
+        Patch("megatron.core.optimizer.optimizer", owner, "step", returned=framework_scalars.megatron_step)
+        for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+    ),
+    *(
+        Patch(module, owner, "clip_grad_norm_", returned=framework_scalars.clipped)
+        for module, owner in (
+            ("torch.nn.utils", ""),
+            ("torch.nn.utils.clip_grad", ""),
+            ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+        )
     ),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -131,9 +132,17 @@ def _adopt(fresh: Sequence[Patch]) -> None:
         if not call.known or patch.adopt is not patch.around:
             call.known = True
             ended = enter(patch, *call.args, **call.kwargs)
+            if patch.returned is not None:
+                call.ended.append(functools.partial(_returned, patch.returned, call))
             if ended is not None:
                 call.ended.append(ended)
     _adopt_frames([patch for patch in fresh if _installed[patch].place is None and patch.adopt is not None])
+
+
+def _returned(returned: Callable[..., None], call: Any) -> None:
+    """Report the result of a followed call. A call that failed has none."""
+    if call.returned:
+        unless_it_fails(returned, call.returned[0], *call.args, **call.kwargs)
 
 
 def _adopt_frames(fresh: Sequence[Patch]) -> None:

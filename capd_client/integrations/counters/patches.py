@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Optional
 
 from capd_client.process.log import RateLimitedLog
@@ -24,6 +24,10 @@ _notices = RateLimitedLog()
 _listening = False
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Count nothing, for a method that only returns something of interest."""
+
+
 class Patch(NamedTuple):
     """A method of a class in a module, and the counter that runs with it.
 
@@ -33,14 +37,16 @@ class Patch(NamedTuple):
             while the method runs.
         adopt: As `around`, for a call that had begun before anybody listened.
         begun: Begins the current micro-batch if the counter runs while other functions run.
+        returned: Called with the result and the arguments of a call, before its context manager ends.
     """
 
     module: str
     owner: str
     method: str
-    around: Around
+    around: Around = _nothing
     adopt: Optional[Around] = None
     begun: Optional[Callable[[], None]] = None
+    returned: Optional[Callable[..., None]] = None
 
 
 def listen(listening: bool) -> None:
@@ -51,18 +57,24 @@ def listen(listening: bool) -> None:
 
 def wrapped(patch: Patch, method: Method) -> Method:
     """Return the function that replaces `method`."""
-    around = patch.around
+    around, returned = patch.around, patch.returned
 
     @functools.wraps(method)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if _adopted:
             end_adopted(patch)
         held = unless_it_fails(around, *args, **kwargs) if _listening else None
-        if held is None:
+        if held is None and returned is None:
             return method(*args, **kwargs)
-        with held:
-            return method(*args, **kwargs)
+        with held or nullcontext():
+            result = method(*args, **kwargs)
+            if returned is not None and _listening:
+                unless_it_fails(returned, result, *args, **kwargs)
+            return result
 
+    if returned is not None:
+        # A compiled caller traces the method itself (`capd_client.process.dynamo.traced_as`).
+        counted._torchdynamo_inline = method  # type: ignore[attr-defined]
     return counted
 
 
@@ -114,10 +126,16 @@ def unless_it_fails(function: Method, *args: Any, **kwargs: Any) -> Any:
         return None
 
 
-def counted(module: str, owner: str, method: str, counter_of: Callable[[Any], Optional[Counter]]) -> Patch:
+def counted(
+    module: str,
+    owner: str,
+    method: str,
+    counter_of: Callable[[Any], Optional[Counter]],
+    returned: Optional[Callable[..., None]] = None,
+) -> Patch:
     """Return a patch under which the counter of `counter_of(self)`, if any, counts while the method runs.
 
-    Calls that already run count, too.
+    Calls that already run count, too. `returned`: as in `Patch`.
     """
 
     @functools.wraps(counter_of)
@@ -125,4 +143,4 @@ def counted(module: str, owner: str, method: str, counter_of: Callable[[Any], Op
         counter = counter_of(this)
         return None if counter is None else counting(counter)
 
-    return Patch(module, owner, method, around, around)
+    return Patch(module, owner, method, around, around, returned=returned)

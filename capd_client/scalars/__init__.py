@@ -1,0 +1,1 @@
+"""Scalars: single numbers of a step, such as its loss, recorded beside the tensors."""

@@ -1,0 +1,57 @@
+"""`scalar()`: records one number of the step beside the tensors. By default it neither raises nor waits."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from capd_client.errors import ConfigError
+from capd_client.process.dynamo import traced_as, untraced
+from capd_client.scalars import traced
+from capd_client.scalars.recording import record
+from capd_client.session import current as process
+from capd_client.steps.checkpointing import in_backward, repeating
+from capd_client.steps.trial_runs import trying
+
+__all__ = ["scalar"]
+
+
+@traced_as(traced.scalar_in_graph)
+@untraced
+def scalar(
+    name: str, value: Any, *, iteration: Optional[int] = None, micro_batch: Optional[int] = None
+) -> None:
+    """Record one number of the current step, such as its loss or its learning rate, in every step.
+
+    Neither the selected steps nor sampling, collection quotas and byte budgets matter here. The call never waits, for
+    room or for a device. Without room, the scalar is dropped and counted.
+
+    After an optimizer step, a scalar still belongs to the iteration that the step ended. If no watched model begins the
+    iterations, the second scalar of a name after an optimizer step begins the next one.
+
+    Args:
+        name: The name of the scalar, as in "loss".
+        value: A Python or NumPy number, or a tensor of one element on any device. It is kept as a float64: integers
+            beyond 2^53 are rounded, a bool is 0 or 1, and NaN and infinities stay what they are.
+        iteration: Replaces the current iteration for this scalar.
+        micro_batch: Replaces the current micro-batch.
+
+    Raises:
+        ConfigError: The name or an index is unusable. Only with CAPD_STRICT=1; otherwise the call counts as a drop.
+    """
+    current = process.session()
+    if current is None:
+        return
+    # When activation checkpointing runs the call again, its first pass has recorded the scalar already.
+    if trying() or (in_backward() and repeating()):
+        return
+    try:
+        record(current, name, value, iteration, micro_batch)
+    except ConfigError as error:
+        current.drop_invalid(str(error))
+        if current.config.strict:
+            raise
+    except Exception as error:
+        current.drop_internal("scalar()", error)
+
+
+traced.bind(scalar)

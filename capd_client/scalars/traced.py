@@ -1,0 +1,93 @@
+"""`scalar()` inside compiled graphs: an operator replaces the call and breaks no graph.
+
+The name is a constant of the graph. A number becomes a tensor first. Where torch knows no effects, the call breaks the
+graph and runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+from capd_client.graph.operators import Operator, exporting, in_graphs, is_final_trace, obstacle, usable
+from capd_client.process.dynamo import untraced
+from capd_client.protocol.counter_page import DropReason
+from capd_client.session.current import session
+from capd_client.tensors.inspect import local_part
+
+__all__ = ["bind", "scalar_in_graph"]
+
+_scalar: Optional[Callable[..., None]] = None
+
+
+def bind(scalar: Callable[..., None]) -> None:
+    """Set the function that the operator calls at run time: `scalar`. Its module imports this one, so it is passed."""
+    global _scalar
+    _scalar = scalar
+
+
+@untraced
+def _take(name: Any, value: Any, **given: Any) -> None:
+    if _scalar is not None:
+        _scalar(name, value, **given)
+
+
+def scalar_in_graph(name: Any, value: Any, **given: Any) -> None:
+    """Record one number inside a graph. The compiler traces this in place of `capd_client.scalar`.
+
+    The arguments are the same.
+    """
+    way = _way(tuple(given))
+    if way == "off":
+        return
+    if way == "outside" or not isinstance(name, str):
+        _take(name, value, **given)
+        return
+    number = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float64)
+    trace_scalar(number, name, given.get("iteration"), given.get("micro_batch"))
+
+
+def _way(names: tuple[str, ...]) -> str:
+    """Return how the graph treats a call: "off", "operator", or "outside" for a call that breaks the graph.
+
+    The compiler runs this function once, with constants, as `torch.compiler.assume_constant_result` does.
+    """
+    if not {"iteration", "micro_batch"}.issuperset(names):
+        return "outside"
+    if session() is None:
+        return "off"
+    if not usable():
+        return "outside"
+    in_graphs(trace_scalar)
+    return "operator"
+
+
+_way._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def trace_scalar(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
+    """Put one scalar into the graph."""
+    if exporting():
+        return
+    current = session()
+    try:
+        problem = obstacle()
+        if not problem:
+            _SCALAR(local_part(value), name, iteration, micro_batch)
+        elif current is not None and is_final_trace():
+            # The graph cannot count drops at run time, so each graph counts once when it is traced.
+            current.drop_invalid(f"scalar in a compiled graph: {problem}", DropReason.UNSUPPORTED)
+    except Exception as error:
+        if current is not None:
+            current.drop_invalid(f"scalar in a compiled graph: {error}")
+
+
+def _recorded(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
+    _take(name, value, iteration=iteration, micro_batch=micro_batch)
+
+
+_SCALAR = Operator(
+    "scalar(Tensor value, str name, SymInt? iteration, SymInt? micro_batch) -> ()", _recorded, lambda *_: None
+)
