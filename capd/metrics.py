@@ -57,6 +57,7 @@ class RunCounters(_Model):
 
     Attributes:
         statistics_records: The number of records with only statistics (mode or policy stats).
+        scalar_records: The number of records that are scalars.
         clean: False if a kill cut off the last persisted second of some session's counters.
     """
 
@@ -68,6 +69,7 @@ class RunCounters(_Model):
     dropped: dict[str, int]
     records: int
     statistics_records: int
+    scalar_records: int
     raw_bytes: int
     stored_bytes: int
     sessions: list[SessionStats]

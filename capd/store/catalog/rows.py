@@ -15,6 +15,7 @@ from capd.store.format.columns import ColumnRow
 from capd.store.format.dtypes import is_statistics
 from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader, decode_head, decode_row
 from capd_client.protocol.key import MAX_INDEX, MAX_NDIM, Key
+from capd_client.protocol.scalars import DTYPE, is_scalar
 
 __all__ = [
     "CATALOG_NAME",
@@ -95,6 +96,11 @@ class SeriesRow:
     max_shape: tuple[int, ...]
     raw_bytes: int
     stored_bytes: int
+
+    @property
+    def holds_scalars(self) -> bool:
+        """Whether the records are scalars, and no tensors."""
+        return is_scalar(self.header.key) and self.header.dtype == DTYPE and self.max_shape == ()
 
 
 _SELECT_SERIES = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series"

@@ -21,12 +21,14 @@ class Held:
     Attributes:
         records: The committed records.
         statistics_records: The records that consist of statistics alone.
+        scalar_records: The records that are scalars.
         raw_bytes: The bytes of the kept elements or statistics before encoding.
         stored_bytes: The bytes of the encoded payloads and the frames.
     """
 
     records: int = 0
     statistics_records: int = 0
+    scalar_records: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
 
@@ -37,6 +39,7 @@ def held_by(rows: Iterable[SeriesRow]) -> Held:
     return Held(
         records=sum(row.records for row in rows),
         statistics_records=sum(row.records for row in rows if is_statistics(row.header.dtype)),
+        scalar_records=sum(row.records for row in rows if row.holds_scalars),
         raw_bytes=sum(row.raw_bytes for row in rows),
         stored_bytes=sum(row.stored_bytes for row in rows),
     )

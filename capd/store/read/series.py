@@ -27,7 +27,7 @@ from capd.store.read.record import Record, Records
 from capd.store.read.region import Region
 from capd.store.read.rows import SeriesRows
 from capd.store.scan.shown_array import check_array
-from capd_client.protocol.key import Key
+from capd_client.protocol.key import Key, Moment
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +110,11 @@ class Series:
     def numbers(self) -> Sequence[int]:
         """The numbers of the records in the array, in capture order."""
         return self._rows.numbers
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The moments of the records, in capture order."""
+        return [self._rows.id(number).moment for number in self.numbers]
 
     @cached_property
     def _siblings(self) -> Sequence[Series]:
@@ -333,8 +338,7 @@ class Series:
         from capd.store.read.labelled import labelled
 
         attributes = {**self.attributes, "dtype": self.dtype, "path": self.path}
-        moments = [self._rows.id(number).moment for number in self.numbers]
-        return labelled(array, self.key, attributes, self.numbers, moments)
+        return labelled(array, self.key, attributes, self.numbers, self.moments)
 
     def _repr_html_(self) -> str:
         return series_html(self)

@@ -25,12 +25,14 @@ from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
 from capd.store.read.notebook import store_html
+from capd.store.read.scalars import Scalar, read_scalar, scalar_ranks
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.reference import parse_reference
 
 __all__ = [
     "Record",
+    "Scalar",
     "Series",
     "SeriesList",
     "SeriesListing",
@@ -68,7 +70,10 @@ class SeriesListing(Key, frozen=True, kw_only=True):
 
 
 class Store:
-    """One run, read-only. It shows a snapshot, which `refresh()` updates."""
+    """One run, read-only. It shows a snapshot, which `refresh()` updates.
+
+    `series` and `find` have the tensors, `scalars` and `scalar` the single numbers recorded beside them.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open a run directory. Raises NotAStore if it is not one."""
@@ -97,7 +102,7 @@ class Store:
 
     @property
     def series(self) -> list[Series]:
-        """All series with at least one record, all attempts, ordered by path."""
+        """All series of tensors with at least one record, all attempts, ordered by path."""
         return self._pick(lambda _: True, "all")
 
     def _pick(self, wanted: Callable[[Key], bool], attempt: int | str) -> list[Series]:
@@ -107,7 +112,7 @@ class Store:
             found += [
                 (path, node, row)
                 for path, row in node.series.items()
-                if row.records and path in within and wanted(row.header.key)
+                if row.records and path in within and wanted(row.header.key) and not row.holds_scalars
             ]
         found.sort(key=lambda item: item[0])
         return [Series(node, row, self._tools, attempt) for _, node, row in found]
@@ -172,6 +177,30 @@ class Store:
                 if all(getattr(record, name) == value for name, value in moment.items()):
                     return series, index
         raise CapdError(f"{self.path} has no record {reference}; it was dropped, or belongs to another run")
+
+    def scalars(self) -> dict[str, list[int]]:
+        """Return the names of all scalars in order, each with the ranks that recorded it."""
+        return scalar_ranks(self._nodes)
+
+    def scalar(self, name: str, *, rank: int | None = None, attempt: int | str = "latest") -> Scalar:
+        """Return what one rank recorded under a name.
+
+        Args:
+            name: The name, as in "loss".
+            rank: The rank. None: the first one that has the scalar.
+            attempt: As in `find`.
+
+        Raises:
+            NoSuchSeries: The run has no such scalar of this rank. The message names those that there are.
+            DamagedRecord: A value cannot be read exactly.
+        """
+        known = self.scalars()
+        ranks = known.get(name, [])
+        if not ranks or rank not in (None, *ranks):
+            there = f"rank {', '.join(map(str, ranks))}" if ranks else (", ".join(known) or "no scalar at all")
+            whose = "" if rank is None else f" of rank {rank}"
+            raise NoSuchSeries(f"{self.path} has no scalar {name!r}{whose}; it has {there}")
+        return read_scalar(self._nodes, self._tools, name, ranks[0] if rank is None else rank, attempt)
 
     @property
     def sessions(self) -> list[SessionRow]:
