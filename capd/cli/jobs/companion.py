@@ -219,12 +219,11 @@ def summary(run: RunStats) -> list[str]:
     losses = describe_drops(run.dropped, run.why_full)
     ratio = f", ratio {run.raw_bytes / run.stored_bytes:.2f}" if run.stored_bytes else ""
     dropped, chosen = sum(lost(run.dropped).values()), sum(left_out(run.dropped).values())
-    reduced = (
-        f", {human_count(run.statistics_records)} of them statistics alone" if run.statistics_records else ""
-    )
+    parts = ((run.statistics_records, "statistics alone"), (run.scalar_records, "scalars"))
+    of_them = "".join(f", {human_count(count)} of them {what}" for count, what in parts if count)
     lines = [
         *([losses] if losses else []),
-        f"{human_count(run.records, 'record')} in {run.path}{reduced}",
+        f"{human_count(run.records, 'record')} in {run.path}{of_them}",
         f"{human_nbytes(run.raw_bytes)} raw, {human_nbytes(run.stored_bytes)} stored{ratio}",
         f"offered {human_count(run.offered)}, committed {human_count(run.committed)}, dropped {human_count(dropped)}"
         + (f", left out {human_count(chosen)}" if chosen else ""),

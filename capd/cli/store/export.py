@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
-from capd.cli.selection import KeyOptions
+from capd.cli.selection import KeyOptions, Tests
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.cli.table import prose
 from capd.errors import NothingMatched
@@ -19,11 +19,12 @@ from capd.pt_files.names import Scheme
 if TYPE_CHECKING:
     from capd.output_directory import ExportedFile
     from capd.store.read.series import Series
+    from capd.store.read.store import Store
 
 __all__ = ["export"]
 
 
-Format = Literal["pt", "npz", "safetensors", "parquet"]
+Format = Literal["pt", "npz", "safetensors", "parquet", "csv"]
 
 
 @grouped
@@ -67,6 +68,8 @@ def export(
                    fp4 as U8); the JSON is the metadata `capd`
       parquet      one table, DIR/records.parquet: a row per record with key,
                    moment, shape and statistics; needs `pip install "capd[table]"`
+      csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
+                   name, rank, iteration, micro_batch, call, time_ns and value
 
     Only parquet has the records that keep only statistics. A file has its name only once it is whole, with mode
     0600. An interrupted export leaves whole files. A second export into the same directory starts from the
@@ -79,6 +82,7 @@ def export(
       capd export captures --layer 0-3           (how much would that be?)
       capd export captures --to npz --tensor weight -o arrays
       capd export captures --to parquet -o table
+      capd export captures --to csv -o scalars
 
     \b
     Exit codes:
@@ -90,6 +94,9 @@ def export(
     from capd.store.read.store import open_store
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
+    if to == "csv":
+        _export_scalars(opened, tests, out, as_json)
+        return
     found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
@@ -106,6 +113,28 @@ def export(
     naming = Naming(names, tensor_names, layer_base)
     with settled_heap():
         _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
+
+
+def _export_scalars(opened: Store, tests: Tests, out: Path | None, as_json: bool) -> None:
+    from capd.io.scalar_table import chosen_scalars, export_scalars
+
+    found = chosen_scalars(opened, tests)
+    if not found:
+        names = ", ".join(opened.scalars()) or "none"
+        raise NothingMatched(f"no scalar to export from {opened.path}; its scalars: {names}")
+    records = sum(map(len, found))
+    what = f"{human_count(records, 'value')} of {human_count(len(found), 'scalar')}"
+    said: dict[str, Any] = {"directory": out and str(out), "format": "csv", "records": records}
+    if out is None:
+        target = f"{opened.path.stem}-csv"
+        print_either(said, [f"{what}; nothing is written yet: -o {target} writes it"], as_json=as_json)
+        return
+    file = export_scalars(found, out)
+    print_either(
+        {**said, "files": 1, "bytes": file.nbytes, "raw_bytes": file.raw_nbytes},
+        [f"{file.path}: {what}, {human_nbytes(file.nbytes)}"],
+        as_json=as_json,
+    )
 
 
 def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) -> None:

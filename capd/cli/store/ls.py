@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from capd.cli.completion import any_of
-from capd.cli.options import Json, Wide, grouped, option
+from capd.cli.options import Json, Wide, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
@@ -46,6 +46,9 @@ def ls(
         ),
     ] = None,
     wide: Wide = False,
+    scalars: Annotated[
+        bool, flag("--scalars", "List the scalars instead: loss, gradient norm, and what the job recorded.")
+    ] = False,
     sort: Annotated[
         str | None,
         option("--sort", "FIELD", f"Largest first: {', '.join(SORTABLE)}.", autocompletion=any_of(*SORTABLE)),
@@ -59,6 +62,7 @@ def ls(
       capd ls captures --layer 0-3 --tensor grad_output
       capd ls captures --module "*.mlp.*" --json
       capd ls captures --by quant_type
+      capd ls captures --scalars
 
     \b
     Exit codes:
@@ -68,9 +72,16 @@ def ls(
         raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
     if sort is not None and sort not in SORTABLE:
         raise ConfigError(f"--sort {sort!r} is not a field; use one of {', '.join(SORTABLE)}")
-    from capd.store.read.store import list_series
-
     path, tests = resolve_run(store, run), keys.tests()
+    if scalars:
+        if by is not None or sort is not None:
+            raise ConfigError("--by and --sort mean nothing for --scalars")
+        from capd.cli.store.scalar_tables import list_scalars
+
+        list_scalars(path, tests, limit, wide=wide, as_json=as_json)
+        return
+    from capd.store.read.store import list_series, open_store
+
     everything = list_series(path)
     found = [row for row in everything if all(test(row) for test in tests)]
     if not found:
@@ -89,6 +100,9 @@ def ls(
     shown = items[:limit]
     print_columns([*(_of_series(shown) if by is None else _of_counts(shown, by)), *_totals(shown)], wide=wide)
     note(_summary(path.name, found))
+    names = list(open_store(path).scalars())
+    if names:
+        note(f"{human_count(len(names), 'scalar')} beside them: `capd ls {path} --scalars`")
 
 
 def _order(row: SeriesListing) -> tuple[Any, ...]:

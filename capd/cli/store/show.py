@@ -54,13 +54,13 @@ def show(
         str,
         typer.Argument(
             metavar="SERIES[#i]",
-            help="A series, or with #i its record i.",
+            help="A series, with #i its record i, or the name of a scalar.",
             show_default=False,
             autocompletion=series_paths,
         ),
     ],
     run: RunOption = None,
-    limit: Annotated[int, option("--limit", "N", "Records to list of a series.", min=1)] = 20,
+    limit: Annotated[int, option("--limit", "N", "Records to list of a series or scalar.", min=1)] = 20,
     values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
     wide: Wide = False,
     as_json: Json = False,
@@ -69,11 +69,12 @@ def show(
 
     SERIES is a path as `capd ls` prints it, the end of such a path, or a glob. It must match one series. #i picks
     record i, and counts from the end if i is negative. A record that keeps only statistics has no values and no
-    histogram of values.
+    histogram of values. The name of a scalar, such as loss, shows its last values on all ranks.
 
     \b
     Examples:
       capd show captures "*layer3*.backward.grad_output"
+      capd show captures loss
       capd show captures linear.forward.weight#-1 --values 32
 
     \b
@@ -83,8 +84,14 @@ def show(
     """
     from capd.store.read.store import open_store
 
+    opened = open_store(resolve_run(store, run))
+    if series in opened.scalars():
+        from capd.cli.store.scalar_tables import show_scalar
+
+        show_scalar(opened, series, limit, wide=wide, as_json=as_json)
+        return
     name, number = _split(series)
-    found = find_one(open_store(resolve_run(store, run)), name)
+    found = find_one(opened, name)
     if number is None:
         if as_json:
             print_json({**_head(found), "records": [_record(r) for r in found.records]})
@@ -124,7 +131,7 @@ def find_one(store: Store, name: str) -> Series:
     found = [series for series in everything if series.path.endswith(tails)]
     found = found or [series for series in everything if fnmatchcase(series.path, name)]
     if not found:
-        raise NothingMatched(f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them")
+        raise NothingMatched(f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them, and --scalars the scalars")
     if len(found) > 1:
         some = ", ".join(series.path for series in found[:4])
         raise ConfigError(f"{name!r} matches {len(found)} series ({some}, …); give more of the path")

@@ -31,6 +31,11 @@ def render(counters: Counters, *, wide: bool = False) -> list[str]:
         f"dropped     {_by_reason(lost(counters.dropped))}",
         *([f"left out    {_by_reason(chosen)}"] if chosen else []),
         *([f"statistics  {_statistics(counters)}"] if counters.statistics_records else []),
+        *(
+            [f"scalars     {human_count(counters.scalar_records)} of {human_count(counters.records)} records"]
+            if counters.scalar_records
+            else []
+        ),
         f"stored      {_stored(counters)}",
     ]
     if counters.rate_mib_s is not None:
