@@ -34,8 +34,21 @@ _WITH_ERRORS: tuple[Fields, ...] = (
 )
 
 
-def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) -> dict[str, Any]:
-    """Make the document of records from the named runs or directories. `quick`: only stored statistics were read."""
+def document(
+    sources: Sequence[str],
+    gathered: GatheredRecords,
+    *,
+    quick: bool,
+    scalars: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """Make the document of records from the named runs or directories.
+
+    Args:
+        sources: The runs or directories.
+        gathered: The records.
+        quick: Whether only stored statistics were read.
+        scalars: The lines of the runs' scalars (`capd.report.scalar_lines`).
+    """
     groups = gathered.groups
     return {
         "written_by": MARK,
@@ -58,6 +71,7 @@ def document(sources: Sequence[str], gathered: GatheredRecords, *, quick: bool) 
             if fields
         },
         **format_numbers(groups),
+        "scalars": list(scalars),
     }
 
 

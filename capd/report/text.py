@@ -41,11 +41,33 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     if without:
         yield f"{human_count(without)} records have no stored statistics; their values are left out"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
+    yield from _scalars(plain["scalars"])
     for fields in GROUPINGS:
         yield ""
         yield from _groups(fields, grouped(plain, fields))
     yield from _errors(grouped(plain, BY_TENSOR))
     yield from _formats(plain)
+
+
+def _scalars(lines: Sequence[Row]) -> Iterator[str]:
+    """Yield a row for each scalar: its mean in the first and the last iteration, and its extremes."""
+    if not lines:
+        return
+    rows = [
+        (
+            line["name"],
+            f"{line['ranks']:,}",
+            f"{line['iteration'][0]:,} to {line['iteration'][-1]:,}",
+            *(
+                f"{number:.6g}"
+                for number in (line["mean"][0], line["mean"][-1], min(line["min"]), max(line["max"]))
+            ),
+        )
+        for line in lines[:_MAX_ROWS]
+    ]
+    yield from ("", "scalars, as means over ranks and micro-batches")
+    yield from table_lines(("scalar", "ranks", "iterations", "first", "last", "min", "max"), rows)
+    yield from _more(len(lines) - _MAX_ROWS)
 
 
 def _about_quantiles(whole: Row) -> str:

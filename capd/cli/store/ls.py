@@ -82,7 +82,8 @@ def ls(
         return
     from capd.store.read.store import list_series, open_store
 
-    everything = list_series(path)
+    opened = open_store(path)
+    everything = list_series(opened)
     found = [row for row in everything if all(test(row) for test in tests)]
     if not found:
         if as_json:
@@ -100,7 +101,7 @@ def ls(
     shown = items[:limit]
     print_columns([*(_of_series(shown) if by is None else _of_counts(shown, by)), *_totals(shown)], wide=wide)
     note(_summary(path.name, found))
-    names = list(open_store(path).scalars())
+    names = opened.scalars()
     if names:
         note(f"{human_count(len(names), 'scalar')} beside them: `capd ls {path} --scalars`")
 

@@ -6,6 +6,7 @@ import { chosen, distinct, options } from "./controls.js";
 import { named, nothing, section } from "./dom.js";
 import { METRIC_TEXTS, QUICK } from "./errors.js";
 import { count, drawable, layerText, num } from "./numbers.js";
+import { iterationRange, scalars } from "./scalars.js";
 import { figure, table } from "./tables.js";
 
 const AXES = [{ value: true, text: "signed logarithmic" }, { value: false, text: "linear" }];
@@ -61,26 +62,26 @@ export function outliers(data) {
 
 export function trends(data) {
   const title = "Over iterations";
-  if (!data.iterations.length) return section(title, null, nothing("No record says its iteration."));
+  if (!data.iterations.length) return [scalars(data), section(title, null, nothing("No record says its iteration."))];
   const formats = ["sqnr_db", "underflow_percent"].filter(() => data.formats.length);
   const metrics = [...["mean", "std", "absmax"].map((value) => ({ value, text: value })), ...formats.map((value) => ({ value, text: METRIC_TEXTS[value] }))];
-  return section(title, "How statistics move while training goes on; a jump is where to look first.", chosen([{ name: "tensor", label: "tensor", options: options(distinct(data.iterations.map((one) => one.tensor_name))) },
+  return [scalars(data), section(title, "How statistics move while training goes on; a jump is where to look first.", chosen([{ name: "tensor", label: "tensor", options: options(distinct(data.iterations.map((one) => one.tensor_name))) },
     { name: "metric", label: "statistic", options: metrics, value: "std" }], ({ tensor, metric }) => {
     const own = data.iterations.filter((one) => one.tensor_name === tensor);
     const found = own.flatMap((one) => (one[metric] ? [{ text: String(one.quant_type), at: one.iteration, values: one[metric] }]
       : data.formats.filter((format) => one.errors?.[format]).map((format) => ({ text: `${one.quant_type}: ${format}`, at: one.iteration, values: one.errors[format][metric] }))));
-    return overIterations(`${METRIC_TEXTS[metric] ?? metric} of ${tensor}`, METRIC_TEXTS[metric] ?? metric, found);
-  }));
+    return overIterations(`${METRIC_TEXTS[metric] ?? metric} of ${tensor}`, METRIC_TEXTS[metric] ?? metric, found, "iteration", true, data.scalars.length ? iterationRange(data) : undefined);
+  }))];
 }
 
-/** found: [{ text, at: [iteration…], values }]. */
-export function overIterations(label, unit, found, step = "iteration", behind = true) {
+/** found: [{ text, at: [iteration…], values }]; range: of the axis of iterations, else that of the values. */
+export function overIterations(label, unit, found, step = "iteration", behind = true, range = undefined) {
   const at = distinct(found.flatMap((one) => one.at)).filter((value) => value !== null).sort((one, other) => one - other);
   const lines = found.map((one) => {
     const known = new Map(one.at.map((value, place) => [value, one.values[place]]));
     return { label: one.text, all: at.map((value) => known.get(value) ?? null) };
   });
   const columns = [{ text: step, number: true, value: (row) => at[row], show: count }, ...lines.map((line) => ({ text: line.label, number: true, value: (row) => line.all[row], show: num }))];
-  return figure(label, null, chart({ label, x: { label: step, values: at, whole: true, show: count }, y: { label: unit }, lines: lines.map((line, place) => ({ label: line.label, values: line.all.map((value) => drawable(value)), shown: place < 8 })) }),
+  return figure(label, null, chart({ label, x: { label: step, values: at, whole: true, show: count, range }, y: { label: unit }, lines: lines.map((line, place) => ({ label: line.label, values: line.all.map((value) => drawable(value)), shown: place < 8 })) }),
     behind ? () => table(label, columns, at.map((_, place) => place)) : null);
 }

@@ -22,6 +22,7 @@ from capd.report.page.group_data import (
 )
 from capd.report.page.ledger import ledger_data
 from capd.report.page.plain import METRICS, NUMBERS, picked, quantiles_of, rounded
+from capd.report.page.scalars_data import scalars_data
 from capd.report.page.series_data import series_data
 from capd.report.quantiles import QUANTILES
 
@@ -67,6 +68,7 @@ def page_data(
         "boxes": boxes_data(groups),
         "channels": channels_data(groups, notes),
         "iterations": iterations_data(groups, notes),
+        "scalars": scalars_data(plain, notes),
         "hifp8": hif8_data(groups),
         "hifp8_groups": hif8_groups(plain),
         "overflow": rounded(plain["overflow"]),

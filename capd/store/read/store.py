@@ -290,9 +290,8 @@ def runs(root: str | Path) -> Sequence[Path]:
     return sorted(found, key=lambda run: ((run / "zarr.json").stat().st_mtime_ns, run.name))
 
 
-def list_series(path: str | Path) -> list[SeriesListing]:
-    """Return all series of a run with their totals. Reads no record."""
-    store = open_store(path)
+def list_series(store: Store) -> list[SeriesListing]:
+    """Return all series of tensors of a run with their totals. Reads no record."""
     return [
         SeriesListing(
             path=series.path,
