@@ -88,7 +88,8 @@ def compare(
     leaves fields out, --between leaves its own out. If no pair is found and each side has one quant type, records
     are matched without it. Pairs are compared in order of execution, those of files in order of their paths. Any
     dtype is compared; a pair of different dtypes or shapes is named and counted. A pair differs if any bit does, or
-    by --tolerance. A difference is no failure: the exit code is 0.
+    by --tolerance. A difference is no failure: the exit code is 0. The scalars of two runs, such as the loss, are
+    compared, too, whatever is selected.
 
     With --sweep-scale: one power-of-two scale for all values of a group, at 21 exponents, for the elements e4m3,
     e5m2 and e2m1 or those of --formats.

@@ -49,7 +49,8 @@ def compare_pairs(
     pairing = _matched(found, lefts, rights, free, choose=not field and not ignore)
     _compare(request, found, pairing, until_first=first)
     counts = (len(lefts), len(rights))
-    print_differences(request, found, pairing, sorted(free), counts, stopped=first)
+    scalars = _scalars(request, left, right)
+    print_differences(request, found, pairing, sorted(free), counts, scalars, stopped=first)
     say_left_out(found, pairing)
     return _code(found) if found.unread else 0
 
@@ -72,6 +73,15 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
         raise kind(f"nothing to compare: none of {pairs} pairs could be read")
     reasons = "; ".join(dict.fromkeys(reason for _, reason in found.mismatched))
     raise NothingMatched(f"none of {pairs} pairs can be compared: {reasons}")
+
+
+def _scalars(request: CompareRequest, left: Side, right: Side) -> list[dict[str, Any]]:
+    """Return the differences of the scalars of two runs; none within one run, or of tensor files."""
+    if request.other is None or not (is_run(Path(left.source)) and is_run(Path(right.source))):
+        return []
+    from capd.report.scalar_differences import scalar_differences
+
+    return scalar_differences(left.source, right.source)
 
 
 def _code(found: Differences) -> int:

@@ -35,10 +35,21 @@ def print_differences(
     pairing: Matched,
     ignored: list[str],
     counts: tuple[int, int],
+    scalars: Sequence[Mapping[str, Any]],
     *,
     stopped: bool,
 ) -> None:
-    """Print the differences as JSON, as CSV or as a table. `counts`: the numbers of records of both sides."""
+    """Print the differences as JSON, as CSV or as a table.
+
+    Args:
+        request: The options.
+        found: The differences of the pairs.
+        pairing: The pairs.
+        ignored: The fields in which the records of a pair may differ.
+        counts: The numbers of records of both sides.
+        scalars: The differences of the scalars (`capd.report.scalar_differences`).
+        stopped: Whether only the first divergence was looked for.
+    """
     from capd.report.differences import DIFFERENCE_COLUMNS, plain_difference
 
     groups = [
@@ -67,6 +78,7 @@ def print_differences(
         "only_right": _plain_only(pairing.only_right),
         "without_elements": found.left.without_elements + found.right.without_elements,
         "skipped": [{"name": one.name, "reason": one.reason} for one in found.unread],
+        "scalars": list(scalars),
     }
     rows: list[dict[str, Any]] = groups
     header: tuple[str, ...] = (*found.by, *DIFFERENCE_COLUMNS)
@@ -80,6 +92,23 @@ def print_differences(
             _print_groups(found.by, groups, wide=request.wide)
         gap = [""] if found.keeps_each or not stopped else []
         print_lines([*gap, *prose(_summary(found, len(pairing.pairs)), 2, wide=request.wide)])
+        if scalars:
+            print_lines([""])
+            _print_scalars(scalars, wide=request.wide)
+
+
+def _print_scalars(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+    firsts = ["nowhere" if row["first_different"] is None else f"{row['first_different']:,}" for row in rows]
+    columns = [
+        Column("scalar", [row["name"] for row in rows], is_name=True),
+        Column("rank", [str(row["rank"]) for row in rows], right=True),
+        Column("compared", [human_count(row["compared"]) for row in rows], right=True, spare=1),
+        Column("left, last", aligned([row["left_last"] for row in rows]), right=True),
+        Column("right, last", aligned([row["right_last"] for row in rows]), right=True),
+        Column("differs from iteration", firsts, right=True),
+        Column("max abs", aligned([row["max_abs"] for row in rows]), right=True),
+    ]
+    print_columns(columns, wide=wide)
 
 
 def _plain_only(entries: Sequence[Entry]) -> dict[str, Any]:
