@@ -1,4 +1,4 @@
-"""The scalars that frameworks know: their losses, gradient norms and learning rates, recorded without a call of the job.
+"""The scalars that frameworks know: losses, gradient norms and learning rates, recorded without a call of the job.
 
 `capd_client.integrations.counters.frameworks` says where these functions are called. None of them waits for a device.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import torch
 
@@ -76,17 +76,17 @@ def _moment(context: Context, key: Key, iteration: Optional[int], micro_batch: O
         context.reach(number)
     part = context.micro_batch if micro_batch is None else as_index("micro_batch", micro_batch)
     call = context.next_call(id(key), number, part)
-    return context.moment_at(
-        number, part, call, context.sample_idx, context.batch_idx, context.sequence_idx
-    )
+    return context.moment_at(number, part, call, context.sample_idx, context.batch_idx, context.sequence_idx)
 
 
 def _number(value: object) -> Union[float, torch.Tensor, str]:
     """Return the value as a float, as a device tensor of shape (), or say why it is neither."""
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
+    # A text has no number, though float() reads one.
+    if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return f"a {type(value).__name__} is not one real number"
     try:
-        # A complex number has no __float__.
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:
         return f"{value!r:.80} is not one real number: {error}"

@@ -131,7 +131,9 @@ def find_one(store: Store, name: str) -> Series:
     found = [series for series in everything if series.path.endswith(tails)]
     found = found or [series for series in everything if fnmatchcase(series.path, name)]
     if not found:
-        raise NothingMatched(f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them, and --scalars the scalars")
+        raise NothingMatched(
+            f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them, and --scalars the scalars"
+        )
     if len(found) > 1:
         some = ", ".join(series.path for series in found[:4])
         raise ConfigError(f"{name!r} matches {len(found)} series ({some}, …); give more of the path")

@@ -197,7 +197,9 @@ class Store:
         known = self.scalars()
         ranks = known.get(name, [])
         if not ranks or rank not in (None, *ranks):
-            there = f"rank {', '.join(map(str, ranks))}" if ranks else (", ".join(known) or "no scalar at all")
+            there = (
+                f"rank {', '.join(map(str, ranks))}" if ranks else (", ".join(known) or "no scalar at all")
+            )
             whose = "" if rank is None else f" of rank {rank}"
             raise NoSuchSeries(f"{self.path} has no scalar {name!r}{whose}; it has {there}")
         return read_scalar(self._nodes, self._tools, name, ranks[0] if rank is None else rank, attempt)

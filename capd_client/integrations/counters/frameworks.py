@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
-from capd_client.integrations import framework_scalars
+from capd_client.integrations import framework_scalars as scalars
 from capd_client.integrations.counters import megatron, pipelining
 from capd_client.integrations.counters.patches import Patch, counted
 from capd_client.steps.clock import begin_counted, end_counted
@@ -147,7 +147,7 @@ PATCHES = (
         counted(f"{package}.loops.optimization.{module}", owner, method, counter_of, returned)
         for package in ("lightning.pytorch", "pytorch_lightning")
         for module, owner, method, counter_of, returned in (
-            ("automatic", "_AutomaticOptimization", "_training_step", _lightning_automatic, framework_scalars.lightning),
+            ("automatic", "_AutomaticOptimization", "_training_step", _lightning_automatic, scalars.lightning),
             ("manual", "_ManualOptimization", "advance", _lightning_manual, None),
         )
     ),
@@ -163,14 +163,14 @@ PATCHES = (
         megatron.MODULE, "", "set_current_microbatch", megatron.begin,
         begun=megatron.adopt,
     ),
-    Patch(*_CALLBACKS, "on_log", framework_scalars.trainer),
-    Patch(megatron.MODULE, "", "forward_step_calc_loss", framework_scalars.megatron_losses),
+    Patch(*_CALLBACKS, "on_log", scalars.trainer),
+    Patch(megatron.MODULE, "", "forward_step_calc_loss", scalars.megatron_losses),
     *(
-        Patch("megatron.core.optimizer.optimizer", owner, "step", returned=framework_scalars.megatron_step)
+        Patch("megatron.core.optimizer.optimizer", owner, "step", returned=scalars.megatron_step)
         for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
     ),
     *(
-        Patch(module, owner, "clip_grad_norm_", returned=framework_scalars.clipped)
+        Patch(module, owner, "clip_grad_norm_", returned=scalars.clipped)
         for module, owner in (
             ("torch.nn.utils", ""),
             ("torch.nn.utils.clip_grad", ""),

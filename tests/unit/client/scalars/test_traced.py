@@ -1,0 +1,77 @@
+"""`scalar()` inside compiled functions: recorded at every call, and the graph stays whole."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from tqdm import tqdm
+
+import capd_client
+from tests.kit.client.peer import Peer
+from tests.kit.tiers import rows
+
+pytestmark = [  # what torch itself warns of while it compiles, with and without capd
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def values(peer: Peer, name: str) -> list[float]:
+    return [struct.unpack("<d", data)[0] for data in peer.data_of(name)]
+
+
+@pytest.mark.parametrize("backend", rows(["eager", "aot_eager"], ["aot_eager"]))
+def test_every_call_is_recorded_and_the_graph_stays_whole(on: Peer, backend: str) -> None:
+    counter = CompileCounterWithBackend(backend)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        loss = (x * 2).sum()
+        capd_client.scalar("loss", loss)
+        capd_client.scalar("rate", 0.25, iteration=3)
+        return loss
+
+    for value in (1.0, 2.0, 3.0):
+        loss_of(torch.full((2,), value, requires_grad=True)).backward()
+
+    assert capd_client.flush(10)
+    assert values(on, "loss") == [4.0, 8.0, 12.0]
+    assert values(on, "rate") == [0.25] * 3
+    assert counter.frame_count == 1
+    assert {one.descriptor.moment.iteration for one in on.records if one.key.tensor_name == "rate"} == {3}
+
+
+def test_a_call_with_an_unknown_argument_raises_as_without_the_compiler(on: Peer) -> None:
+    @torch.compile(backend="eager")
+    def loss_of(x: Tensor) -> Tensor:
+        capd_client.scalar("loss", x.sum(), step=3)  # type: ignore[call-arg]
+        return x
+
+    with pytest.raises(TypeError, match="step"):
+        loss_of(torch.ones(2))
+
+
+def test_with_capture_off_the_call_leaves_the_graph(fresh: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        capd_client.scalar("loss", x)
+        return x * 2
+
+    loss_of(torch.ones(()))
+    assert (counter.frame_count, counter.op_count) == (1, 1)
