@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,16 +72,11 @@ def lightning(result: Any, loop: Any, *_: Any, **__: Any) -> None:
         _note("loss", loss * loop.trainer.accumulate_grad_batches)
 
 
-@contextmanager
-def megatron_losses(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Record the losses that Megatron's loss function adds to the list of its schedule, by their names."""
-    losses = kwargs.get("forward_data_store", args[7] if len(args) > 7 else None)
-    before = len(losses) if isinstance(losses, list) else 0
-    yield
-    for found in losses[before:] if isinstance(losses, list) and torch.is_grad_enabled() else ():
-        for name, value in found.items() if isinstance(found, Mapping) else ():
-            if isinstance(name, str):
-                _note(name, _mean(value))
+def megatron_losses(found: Any) -> None:
+    """Record the losses of a micro-batch, by the names that Megatron's loss function gives them."""
+    for name, value in found.items() if isinstance(found, Mapping) else ():
+        if isinstance(name, str):
+            _note(name, _mean(value))
 
 
 def _mean(value: Any) -> Any:

@@ -164,7 +164,7 @@ PATCHES = (
         begun=megatron.adopt,
     ),
     Patch(*_CALLBACKS, "on_log", scalars.trainer),
-    Patch(megatron.MODULE, "", "forward_step_calc_loss", scalars.megatron_losses),
+    Patch(megatron.MODULE, "", "forward_step_calc_loss", megatron.losses),
     *(
         Patch("megatron.core.optimizer.optimizer", owner, "step", returned=scalars.megatron_step)
         for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")

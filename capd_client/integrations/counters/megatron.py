@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Optional
 
 from torch import nn
 
+from capd_client.integrations.framework_scalars import megatron_losses
 from capd_client.steps import optimizer_steps
 from capd_client.steps.clock import begin_counted, end_counted, evaluate, iteration_over
 
-__all__ = ["MODULE", "adopt", "ask", "begin", "end", "models_under_way", "schedule"]
+__all__ = ["MODULE", "adopt", "ask", "begin", "end", "losses", "models_under_way", "schedule"]
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 # The common prefix of the names of all schedules.
@@ -66,6 +69,18 @@ class _Schedule:
         self.counts = True
         begin_counted(self)
 
+    @contextmanager
+    def losses(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Record the losses that `forward_step_calc_loss` adds to the list of its schedule, unless it evaluates."""
+        found = kwargs.get("forward_data_store", args[7] if len(args) > 7 else None)
+        if self._forward_only or not isinstance(found, list):
+            yield
+            return
+        before = len(found)
+        yield
+        for losses in found[before:]:
+            megatron_losses(losses)
+
     def _evaluates(self) -> bool:
         return self._forward_only and _frame(_SCHEDULES) is not None
 
@@ -86,7 +101,7 @@ class _Schedule:
 
 
 schedule = _Schedule()
-ask, begin, end = schedule.ask, schedule.begin, schedule.end
+ask, begin, end, losses = schedule.ask, schedule.begin, schedule.end, schedule.losses
 
 
 def _iteration() -> Optional[int]:

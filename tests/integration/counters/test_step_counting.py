@@ -69,7 +69,7 @@ class Result:
 def results(request: pytest.FixtureRequest) -> Iterator[dict[str, Result]]:
     """All jobs that are wanted, side by side: most of their time is imports."""
     scenarios: dict[str, dict[str, None]] = {}  # run → its scenarios, in the order of the table
-    wanted = rows_wanted(request, "name", ["trainer"])
+    wanted = rows_wanted(request, "name", ["trainer", "lightning"])
     for name, (run, scenario, *_) in MODULES.items():
         if name in wanted:
             scenarios.setdefault(run, {})[scenario] = None
@@ -159,6 +159,15 @@ def test_every_record_has_the_moment_that_its_loop_knows(results: dict[str, Resu
             assert [at for at, _ in result.records(rank, module, tensor_name)] == [at for at, _ in noted]
         weights = result.records(rank, module, "weight")
         assert [at for at, _ in weights] == [(i, 0, 0) for i in iterations]
+
+
+def test_the_losses_of_training_steps_in_lightning_come_by_themselves(results: dict[str, Result]) -> None:
+    result = results["lightning"]
+    watched, _ = result.held[0]["losses"]["lightning"]
+
+    loss = result.store.scalar("loss")
+    assert loss.values.tolist() == watched
+    assert sorted(set(loss.iterations.tolist())) == [*range(9)]
 
 
 def test_losses_are_the_same_with_capture_on_and_off(results: dict[str, Result]) -> None:

@@ -274,6 +274,28 @@ def test_every_mode_has_its_records_and_their_values_fit(job: Job, mode: str) ->
     check_mode(job, mode)
 
 
+def test_losses_and_norms_come_by_themselves_and_those_of_evaluations_do_not(job: Job) -> None:
+    store = capd.open(job.store)
+    for rank, losses in enumerate(job.losses):
+        # A step trains its micro-batches, then evaluates on as many. Only the last stage has losses.
+        trained = [
+            (steps(job, name)[0] + step, float.fromhex(loss))
+            for name in job.modes
+            for step in range(STEPS)
+            for loss in losses[name]["on"][2 * step * MICRO_BATCHES :][:MICRO_BATCHES]
+        ]
+        assert trained
+        found = store.scalar("loss", rank=rank)
+        assert list(zip(found.iterations.tolist(), found.values.tolist(), strict=True)) == trained
+        assert set(found.micro_batches.tolist()) == set(range(MICRO_BATCHES))
+        norms = store.scalar("grad_norm", rank=rank)
+        everything = {step for name in job.modes for step in steps(job, name)}
+        skipped = {steps(job, name)[0] + step for name in job.modes for step in MODES[name].skipped}
+        assert set(norms.iterations.tolist()) == everything - skipped
+        assert (norms.values > 0).all()
+    assert list(store.scalars()) == ["grad_norm", "loss"]
+
+
 @pytest.mark.parametrize("tensor_name", ["input", "grad_output", "key"])
 def test_a_swapped_micro_batch_or_a_later_write_is_found_out(job: Job, tensor_name: str) -> None:
     check = heads_of if tensor_name == "key" else check_linear

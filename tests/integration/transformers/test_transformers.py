@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import capd
 from tests.integration.transformers import transformers_oracle as oracle
 from tests.integration.transformers.transformers_expected import SCENARIOS
 from tests.integration.transformers.transformers_products import (
@@ -48,9 +49,9 @@ WAYS = ("grouped_mm", "eager", "batched_mm")
 OTHERS = tuple(
     f"{family}-{way}" for family in FAMILIES for way in WAYS[1:]
 )  # whose records depend on what the router chose
-NAMED = ("sdpa", "tied", "mixtral-grouped_mm")
+NAMED = ("sdpa", "tied", "mixtral-grouped_mm", "trainer")
 """Those that tests name which are about one alone."""
-QUICK = (*NAMED, "trainer")
+QUICK = NAMED
 every_scenario = pytest.mark.parametrize("name", rows(SCENARIOS, QUICK))
 
 
@@ -81,8 +82,24 @@ def test_losses_are_the_same_with_capture_on_and_off(name: str, ran: Ran) -> Non
     assert result["plain"] == result["captured"]
     counters = result["counters"]
     assert (counters["dropped"], counters["in_flight"]) == ({}, 0)
-    assert counters["offered"] == sum(len(series.records) for series in SCENARIOS[name].expected.values())
+    captures = sum(len(series.records) for series in SCENARIOS[name].expected.values())
+    totals = capd.open(ran.store / f"{name}.zarr").totals()
+    assert counters["offered"] == captures + totals.scalar_records
+    assert bool(totals.scalar_records) == name.startswith("trainer")
     assert "Traceback" not in ran.log(name)
+
+
+def test_a_trainers_losses_norms_and_rates_come_by_themselves(ran: Ran) -> None:
+    store, logged = capd.open(ran.store / "trainer.zarr"), ran.result("trainer")["captured"]
+
+    values = {name: store.scalar(name) for name in store.scalars()}
+    # The Trainer rounds what it logs, and evaluates after every step.
+    for name, first in (("loss", 0), ("eval_loss", 1)):
+        assert [value.hex() for value in values[name].values.tolist()] == logged[first::2]
+    assert {name: one.iterations.tolist() for name, one in values.items()} == {
+        name: [0, 1, 2] for name in ("loss", "eval_loss", "grad_norm", "learning_rate")
+    } | {"train_loss": [2]}
+    assert (values["grad_norm"].values > 0).all()
 
 
 @pytest.mark.parametrize("name", rows(["sdpa", "trainer", "trainer-compiled", "trainer-reentrant"], QUICK))
