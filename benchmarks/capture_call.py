@@ -7,7 +7,7 @@ large as the arena. Baseline and capture alternate. "spaced" is one call, then a
 acknowledges it. "burst" is a series of calls that leaves room in the arena, then a pause.
 
 It also measures `capd_client.tensor_saver.save_tensor()`, tensor_saver's call, with 4 KiB, under the bound of
-`capture()`. The hooks of a watched Linear in a step that is not captured are compared with empty hooks.
+`capture()`, and `capd_client.scalar()` under the bound of a capture of 8 bytes. The hooks of a watched Linear in a step that is not captured are compared with empty hooks.
 
 must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release must stay within twice
 that.
@@ -60,6 +60,7 @@ CASES = (
     Case("1 MiB", 1 << 20, 150, 6),
     Case("64 MiB", 64 << 20, 12, 6),
 )
+SCALAR = Case("8 B", 8, 600, 40)
 
 
 @dataclass
@@ -98,6 +99,11 @@ def save(tensor: torch.Tensor) -> None:
     )
 
 
+def scalar(tensor: torch.Tensor) -> None:
+    """Record one number of a step, as a loop records its loss."""
+    capd_client.scalar("loss", tensor)
+
+
 def timed(call: Callable[[torch.Tensor], None], tensor: torch.Tensor, times: list[float]) -> None:
     started = time.perf_counter()
     call(tensor)
@@ -113,7 +119,7 @@ def pause() -> None:
 
 def measure(case: Case, cold: ColdBuffer, ours: Callable[[torch.Tensor], None] = capture) -> dict[str, Times]:
     """Run one size, spaced and in bursts."""
-    tensor = torch.randn(case.nbytes // 4)
+    tensor = torch.randn((), dtype=torch.float64) if case is SCALAR else torch.randn(case.nbytes // 4)
     spaced, burst = Times(), Times()
     # The first call defines the key.
     ours(tensor)
@@ -205,6 +211,9 @@ def main() -> None:
         rows += [
             summarise(CASES[0], kind, times, "save_tensor")
             for kind, times in measure(CASES[0], cold, save).items()
+        ]
+        rows += [
+            summarise(SCALAR, kind, times, "scalar") for kind, times in measure(SCALAR, cold, scalar).items()
         ]
         idle = idle_hooks()
         counters = capd_client.counters()
