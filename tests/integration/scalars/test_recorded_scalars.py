@@ -38,7 +38,8 @@ def start(daemon: Daemon, what: str, rank: int = 0, size: int = 1, **more: str) 
         "WORLD_SIZE": str(size), **more,
     }  # fmt: skip
     return forking.popen(
-        [sys.executable, str(JOB), what], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(JOB), what], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        imports=forking.TRAINING if what == "train" else forking.TORCH,
     )  # fmt: skip
 
 
