@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, DamagedRecord
+from capd.store.arrays.region import Piece, Region, Selection, select
 from capd.store.documents.headers import fits
 from capd.store.format.codecs import Chain, chain_for
 from capd.store.format.decode import decode_into
@@ -26,7 +27,6 @@ from capd.store.read.locate import Locator
 from capd.store.read.node import NodeView
 from capd.store.read.parallel import Job, run_jobs
 from capd.store.read.recent import Recent
-from capd.store.read.region import Piece, Region, Selection, select
 from capd.store.read.shard_file import FileCache, Identity, Place, ShardFile
 
 __all__ = ["ReadTools", "RecordReader"]

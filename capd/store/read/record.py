@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from capd.store.arrays.region import Region
 from capd.store.format.dtypes import to_values
 from capd.store.format.packed_statistics import unpack
 from capd.store.format.statistics import Stats, public, summarise
 from capd.store.read.notebook import record_html
-from capd.store.read.region import Region
 
 if TYPE_CHECKING:
     import torch

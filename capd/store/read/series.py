@@ -14,17 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, NoSuchRecord
+from capd.store.arrays.lazy import LazyArray, StoredRecords
+from capd.store.arrays.region import Region
 from capd.store.catalog.rows import SeriesRow
 from capd.store.format.dtypes import is_statistics, stored_type, to_values
 from capd.store.format.statistics import public
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
-from capd.store.read.lazy import LazyArray, StoredRecords
 from capd.store.read.node import NodeView
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
-from capd.store.read.region import Region
 from capd.store.read.rows import SeriesRows
 from capd.store.scan.shown_array import check_array
 from capd_client.protocol.key import Key, Moment
@@ -335,7 +335,7 @@ class Series:
         """
         array = self.lazy(bits=bits)
         import_extra("xarray", "distributed")
-        from capd.store.read.labelled import labelled
+        from capd.store.arrays.labelled import labelled
 
         attributes = {**self.attributes, "dtype": self.dtype, "path": self.path}
         return labelled(array, self.key, attributes, self.numbers, self.moments)

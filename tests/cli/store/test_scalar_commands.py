@@ -79,9 +79,11 @@ def test_export_writes_numbers_that_give_the_same_float64(capd: Capd, run: Path,
     with (tmp_path / "out/scalars.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["value"]) for row in rows if row["name"] == "rate"] == RATES
-    assert [row["value"] for row in rows if row["name"] == "loss"] == ["3.0", "2.0", "nan", "1.0", "2.0", "inf"]  # fmt: skip
+    losses = [row["value"] for row in rows if row["name"] == "loss"]
+    assert losses == ["3.0", "2.0", "nan", "1.0", "2.0", "inf"]
     assert rows[1] == {
-        "name": "loss", "rank": "0", "iteration": "1", "micro_batch": "0", "call": "0", "time_ns": "1001", "value": "2.0",
+        "name": "loss", "rank": "0", "iteration": "1", "micro_batch": "0", "call": "0", "time_ns": "1001",
+        "value": "2.0",
     }  # fmt: skip
     again = capd("export", run, "--to", "csv", "-o", tmp_path / "out")
     assert (again.code, "exists already" in again.err) == (1, True)

@@ -1,8 +1,8 @@
 """Records scalars in a loop of two kinds, and says on stdout what has been recorded.
 
-    scalars_job.py train   two ranks: a loop with a clipped gradient, to its end
-    scalars_job.py count   numbers without end; each is printed after `scalar()` has returned
-    scalars_job.py keep    a hundred numbers, flushed; then it waits for its end
+scalars_job.py train   two ranks: a loop with a clipped gradient, to its end
+scalars_job.py count   numbers without end; each is printed after `scalar()` has returned
+scalars_job.py keep    a hundred numbers, flushed; then it waits for its end
 """
 
 from __future__ import annotations

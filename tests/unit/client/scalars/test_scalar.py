@@ -133,7 +133,13 @@ def test_a_scalar_names_its_own_step_and_counts_its_calls(on: Peer) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"mode": "stats"}, {"mode": "sample:1/7"}, {"max_mb_per_step": 1e-6}, {"policy": "stats"}, {"policy": "thin"}],
+    [
+        {"mode": "stats"},
+        {"mode": "sample:1/7"},
+        {"max_mb_per_step": 1e-6},
+        {"policy": "stats"},
+        {"policy": "thin"},
+    ],
     ids=str,
 )
 def test_no_mode_and_no_budget_leaves_a_scalar_out(

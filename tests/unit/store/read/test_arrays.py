@@ -133,7 +133,7 @@ def test_records_have_their_moments_and_the_array_its_key(tmp_path: Path) -> Non
 def test_axes_are_named_where_their_meaning_is_known(
     fields: dict[str, object], attributes: dict[str, object], shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    from capd.store.read.labelled import dimension_names
+    from capd.store.arrays.labelled import dimension_names
 
     assert dimension_names(key(**fields), attributes, len(shape)) == names
 

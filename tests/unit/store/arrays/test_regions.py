@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import capd
 from capd.errors import CapdError, DamagedRecord
+from capd.store.arrays.region import select
 from capd.store.format.geometry import plan_geometry
 from capd.store.read import parallel
-from capd.store.read.region import select
 from tests.kit.store.writing import Writer, key
 
 RNG = np.random.default_rng(11)

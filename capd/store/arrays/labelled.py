@@ -15,7 +15,7 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from capd.store.read.lazy import LazyArray
+from capd.store.arrays.lazy import LazyArray
 from capd_client.protocol.key import Key, Moment
 
 __all__ = ["dimension_names", "labelled"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capd.store.arrays.region import Region, select
 from capd.store.format.dtypes import stored_type, to_values
-from capd.store.read.region import Region, select
 
 __all__ = ["LazyArray", "StoredRecords"]
 

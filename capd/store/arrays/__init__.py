@@ -1,0 +1,1 @@
+"""Records as arrays: regions by numpy's indexing, lazy arrays, and arrays with named axes."""
