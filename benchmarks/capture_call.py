@@ -7,7 +7,8 @@ large as the arena. Baseline and capture alternate. "spaced" is one call, then a
 acknowledges it. "burst" is a series of calls that leaves room in the arena, then a pause.
 
 It also measures `capd_client.tensor_saver.save_tensor()`, tensor_saver's call, with 4 KiB, under the bound of
-`capture()`, and `capd_client.scalar()` under the bound of a capture of 8 bytes. The hooks of a watched Linear in a step that is not captured are compared with empty hooks.
+`capture()`, and `capd_client.scalar()` under the bound of a capture of 8 bytes. The hooks of a watched Linear in a step
+that is not captured are compared with empty hooks.
 
 must: 1.2 times the baseline + 15 microseconds (+ 20 in bursts), medians. The first release must stay within twice
 that.
