@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
 from capd.analyze.shape import shape_of
+from capd.analyze.verdict.score import best_of
 from capd.report.gather import GatheredRecords
 
 __all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers"]
@@ -65,7 +65,7 @@ def _group(tally: Tally) -> dict[str, Any]:
             "exact": distribution is not None and distribution.exact,
         },
         "block_ranges": {size: _plain_ranges(ranges) for size, ranges in tally.ranges.items()} or None,
-        "best": _best_of(tally.errors),
+        "best": best_of(tally.errors),
         "errors": {
             label: {
                 **error_numbers(errors),
@@ -74,16 +74,6 @@ def _group(tally: Tally) -> dict[str, Any]:
             for label, errors in tally.errors.items()
         },
     }
-
-
-def _best_of(errors: Mapping[str, Errors]) -> str | None:
-    """Return the format with the most records, then the fewest lost values, then the highest SQNR, then the first."""
-
-    def merit(label: str) -> tuple[int, int, float]:
-        one = errors[label]
-        return one.records, -one.lost, -math.inf if one.sqnr_db is None else one.sqnr_db
-
-    return max(errors, key=merit) if any(one.sqnr_db is not None for one in errors.values()) else None
 
 
 def error_numbers(errors: Errors) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
+from capd.analyze.verdict.sums import VerdictSums
 from capd.io.items import Item, Skipped
+from capd.report.linear_calls import LinearCalls, ProductErrors, measure_products
 from capd.report.measured import Measured, Measurements, measure
 from capd.report.series import SeriesSummaries, emulation_of
 from capd_client.protocol.key import Key, Moment
@@ -50,11 +52,17 @@ class GatheredRecords:
             and no element was read.
         unmeasured: The number of records without an error of the requested formats, by series or file and reason.
         series: The summary of each series, if it was requested.
+        verdict: The errors of the requested formats, by role and by tensor.
+        calls: The calls of linear layers, if the error of their products is requested.
+        products: The error of the products.
         emulations: The quant types and emulations that were active, None if a record does not name it.
     """
 
     groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
     series: SeriesSummaries | None = None
+    verdict: VerdictSums = field(default_factory=VerdictSums)
+    calls: LinearCalls | None = None
+    products: ProductErrors | None = None
     emulations: set[tuple[str, str | None]] = field(default_factory=set)
     skipped: list[Skipped] = field(default_factory=list)
     without_statistics: int = 0
@@ -98,13 +106,15 @@ def gather(
         for item, future in ahead(items, begin, lambda item: item.nbytes, AHEAD_NBYTES):
             measured = future.result()
             if isinstance(measured, Measured):
-                adding.add(item.name, measured)
+                adding.add(item, measured)
             elif measured is not None:
                 gathered.skipped.append(measured)
             yield measured if isinstance(measured, Skipped) else item.nbytes
     adding.end_key()
     if gathered.series is not None:
         gathered.series.close()
+    if gathered.calls is not None and choices and not quick:
+        gathered.products = measure_products(gathered.calls, choices, threads=threads)
 
 
 class _Adding:
@@ -115,27 +125,33 @@ class _Adding:
         self._of_moments = [fields for fields in self._groups.groupings if set(fields) & _MOMENT]
         self._of_keys = [fields for fields in self._groups.groupings if not set(fields) & _MOMENT]
         self._key: Key | None = None
+        self._path = ""
         self._tally = Tally()
 
-    def add(self, name: str, measured: Measured) -> None:
-        loaded = measured.loaded
+    def add(self, item: Item, measured: Measured) -> None:
+        loaded, path = measured.loaded, item.name.rpartition("#")[0] or item.name
         if loaded.key != self._key:
             self.end_key()
-            self._key = loaded.key
+            self._key, self._path = loaded.key, path
         self._tally.add(measured.tally)
         for fields in self._of_moments:
             values = [getattr(loaded.moment if field in _MOMENT else loaded.key, field) for field in fields]
             self._groups.add(fields, values, measured.tally)
         self._gathered.without_statistics += not measured.has_statistics
         for reason in measured.unmeasured:
-            self._gathered.unmeasured[name.rpartition("#")[0] or name, reason] += 1
+            self._gathered.unmeasured[path, reason] += 1
         self._gathered.emulations.add((loaded.key.quant_type, emulation_of(loaded)))
         if self._gathered.series is not None:
-            self._gathered.series.add(name, measured)
+            self._gathered.series.add(item.name, measured)
+        if self._gathered.calls is not None:
+            self._gathered.calls.add(item, loaded)
 
     def end_key(self) -> None:
-        for fields in self._of_keys if self._key is not None else ():
+        if self._key is None:
+            return
+        for fields in self._of_keys:
             self._groups.add(fields, [getattr(self._key, name) for name in fields], self._tally)
+        self._gathered.verdict.add(self._key, self._path, self._tally.errors)
         self._key, self._tally = None, Tally()
 
 

@@ -59,6 +59,12 @@ FORMATS: dict[str, Family] = {
 }
 
 
+# A sign, and the exponent and the mantissa that the element's name counts.
+_ELEMENT_BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
+_UNSCALED_BITS = {"bf16": 16, "fp16": 16, "hifp8": 8}
+_SCALE_BITS = {"e8m0": 8, "e4m3": 8, "float32": 32}
+
+
 @dataclass(frozen=True)
 class Spec:
     """A format with all its options settled."""
@@ -77,6 +83,22 @@ class Spec:
     def is_scaled(self) -> bool:
         """Whether elements have a scale, be it of a block or of the whole tensor."""
         return bool(FORMATS[self.fmt].blocks)
+
+    @property
+    def bits_per_value(self) -> float:
+        """The stored bits of a value, with its share of its block's scale.
+
+        A scale of a whole tensor counts nothing, as for fp8 without blocks and the upper scale of nvfp4. Sources: OCP
+        Microscaling Formats (MX) Specification v1.0, Table 1 (32 elements share 8 bits); "Pretraining Large Language
+        Models with NVFP4", arXiv 2509.25149 (16 elements share 8 bits); HiFloat8, arXiv 2409.16626.
+        """
+        if not self.is_scaled:
+            return _UNSCALED_BITS[self.fmt]
+        element = _ELEMENT_BITS[str(self.elem)]
+        if self.block is None:
+            return element
+        values = self.block if isinstance(self.block, int) else self.block[0] * self.block[1]
+        return element + _SCALE_BITS[FORMATS[self.fmt].scale_type] / values
 
     @property
     def saturate(self) -> bool:

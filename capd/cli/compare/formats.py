@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of
+from capd.cli.compare.verdict import VERDICT_HEADER, print_verdict, verdict_csv
 from capd.cli.output import human_count, note, print_lines
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import ConfigError, NothingMatched
@@ -32,14 +33,22 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         raise ConfigError(f"--axis cannot be {axis!r}; use one of {', '.join(_AXES)}")
     chosen = choices(formats, _AXES[axis])
     fields = request.fields
+    is_verdict = request.by is None and not per_block
     from capd.report.format_errors import COUNTS, METRICS, error_document
+    from capd.report.verdict_document import verdict_document
 
     one_thread_each()
-    found, gathered = request.gather(choices=chosen, per_block=per_block)
+    found, gathered = request.gather(choices=chosen, per_block=per_block, products=is_verdict)
     if not gathered.groups.whole().errors:
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
         raise NothingMatched(f"no record with a high-precision source in {', '.join(found.names)}: {reasons}")
-    document = error_document(found.names, gathered, chosen, fields)
+    verdict = verdict_document(gathered, chosen)
+    document = {**error_document(found.names, gathered, chosen, fields), "verdict": verdict}
+    if is_verdict:
+        if not request.print(document, VERDICT_HEADER, verdict_csv(verdict)):
+            print_verdict(verdict, wide=request.wide)
+        _say_unmeasured(gathered)
+        return found.exit_code(gathered)
     groups = document["groups"] or [document["all"]]
     columns = (*COUNTS, *METRICS)
     header = (*fields, "format", "best", *columns)

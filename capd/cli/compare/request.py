@@ -47,7 +47,7 @@ class CompareRequest:
         option(
             "--by",
             "FIELDS",
-            "Group by these, as layer,phase,tensor_name [default: tensor_name].",
+            "Group by these, as layer,phase,tensor_name.",
             autocompletion=field_lists,
         ),
     ] = None
@@ -77,19 +77,27 @@ class CompareRequest:
                     f"{name} means nothing for a comparison of {what}; see `capd compare --help`"
                 )
 
-    def gather(self, **asked: Any) -> tuple[Sources, GatheredRecords]:
+    def gather(self, *, products: bool = False, **asked: Any) -> tuple[Sources, GatheredRecords]:
         """Read STORE and group its records by `fields`.
+
+        Args:
+            products: Whether to measure the products of linear layers, too. Calls of several runs cannot be told apart,
+                so this takes one run.
+            asked: Further arguments of `capd.report.gather.gather`.
 
         Raises:
             CapdError: As `found_in` and `Sources.gather` do.
         """
         from capd.analyze.groups import Groups
         from capd.report.gather import GatheredRecords
+        from capd.report.linear_calls import LinearCalls
         from capd.server.heap import settled_heap
 
         fields = self.fields
         found = found_in(self.place, self.source)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
+        if products and len(found.names) == 1:
+            gathered.calls = LinearCalls()
         with settled_heap():
             found.gather(gathered, **asked)
         return found, gathered

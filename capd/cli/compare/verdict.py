@@ -1,0 +1,100 @@
+"""The verdict of `capd compare STORE`: formats against roles of tensors, sentences, and the worst tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capd.cli.output import human_count, print_lines
+from capd.cli.table import Column, aligned, print_columns
+
+__all__ = ["VERDICT_HEADER", "print_verdict", "verdict_csv"]
+
+_COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
+_METRICS = (
+    "sqnr_db", "mse", "rmse", "mae", "max_abs", "relative", "relative_mse", "normalised_l2", "cosine", "psnr_db",
+    "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
+)  # fmt: skip
+VERDICT_HEADER = ("role", "format", "bits_per_value", "best", *_COUNTS, *_METRICS)
+Row = Mapping[str, Any]
+
+
+def verdict_csv(verdict: Row) -> list[list[Any]]:
+    """Return a row of VERDICT_HEADER for each format on each role and product."""
+    from capd.report.verdict_document import verdict_rows
+
+    return [
+        [name, one["format"], one["bits_per_value"], best, *(errors[each] for each in (*_COUNTS, *_METRICS))]
+        for name, one, best, errors in verdict_rows(verdict)
+    ]
+
+
+def print_verdict(verdict: Row, *, wide: bool) -> None:
+    """Print the table of the formats, the sentences, and the worst tensors."""
+    _print_formats(verdict, wide=wide)
+    calls = verdict["calls"]
+    lines = [_about(verdict), *([_about_calls(calls)] if calls and calls["found"] else [])]
+    print_lines(["", *lines, "", *(one["text"] for one in verdict["statements"])])
+    if verdict["worst"]:
+        print_lines(["", "The worst tensors, each in the best format of its role:"])
+        _print_worst(verdict["worst"], wide=wide)
+
+
+def _print_formats(verdict: Row, *, wide: bool) -> None:
+    formats: Sequence[Row] = verdict["formats"]
+    roles = list(dict.fromkeys(name for one in formats for name in one["roles"]))
+    products = list(dict.fromkeys(name for one in formats for name in one["products"]))
+    overall = next((one["format"] for one in verdict["statements"] if one["rule"] == "keeps"), None)
+    columns = [
+        Column("format", [one["format"] for one in formats], is_name=True),
+        Column("bits", aligned([one["bits_per_value"] for one in formats]), right=True),
+        *(Column(role, _decibels(formats, "roles", role, verdict["best"].get(role)), right=True) for role in roles),
+        *(Column(name, _decibels(formats, "products", name), right=True, spare=1) for name in products),
+        *_shares(formats),
+    ]
+    print_columns(columns, wide=wide, colours=["green" if one["format"] == overall else "" for one in formats])
+
+
+def _decibels(formats: Sequence[Row], of: str, name: str, best: str | None = None) -> list[str]:
+    """Return the SQNR of each format, with a star for the best one."""
+    numbers = aligned([(one[of].get(name) or {"sqnr_db": None})["sqnr_db"] for one in formats])
+    if best is None:
+        return numbers
+    return [f"{text}{'*' if one['format'] == best else ' '}" for one, text in zip(formats, numbers, strict=True)]
+
+
+def _shares(formats: Sequence[Row]) -> list[Column]:
+    """Return the columns of lost, underflowing and saturated values, without those that are zero everywhere."""
+    from capd.report.verdict_document import percent_of
+
+    lost = [sum(errors["lost"] for errors in one["roles"].values()) for one in formats]
+    shown = [("lost", [human_count(each) for each in lost], 0)] if any(lost) else []
+    for title, name, spare in (("zero %", "underflow_percent", 2), ("sat. %", "saturation_percent", 3)):
+        shares = [percent_of(one, name) for one in formats]
+        if any(shares):
+            shown.append((title, aligned(shares), spare))
+    return [Column(title, cells, right=True, spare=spare) for title, cells, spare in shown]
+
+
+def _about(verdict: Row) -> str:
+    names = [name for one in verdict["formats"][:1] for name in one["products"]]
+    products = ", and of products of quantised operands" if names else ""
+    return f"SQNR in dB of each role{products}; * is the best of a role; shares are those of the worst role."
+
+
+def _about_calls(calls: Row) -> str:
+    left_out = f", {human_count(calls['left_out'])} cannot be measured" if calls["left_out"] else ""
+    return f"Y, dX, dW: {human_count(calls['measured'])} of {human_count(calls['found'], 'call')} of linear layers{left_out}."
+
+
+def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:
+    columns = [
+        Column("series", [one["series"] for one in worst], is_name=True),
+        Column("role", [one["role"] for one in worst], spare=3),
+        Column("format", [one["format"] for one in worst], is_name=True),
+        Column("SQNR dB", aligned([one["sqnr_db"] for one in worst]), right=True),
+        Column("lost", [human_count(one["lost"]) for one in worst], right=True),
+        Column("zero %", aligned([one["underflow_percent"] for one in worst]), right=True, spare=1),
+        Column("sat. %", aligned([one["saturation_percent"] for one in worst]), right=True, spare=2),
+    ]
+    print_columns(columns, wide=wide)
