@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from capd.analyze.channels import Channels
+from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
 from capd.report.format_errors import error_numbers
 from capd.report.format_use import format_numbers
 from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, GatheredRecords
 from capd.report.quantiles import QUANTILES, quantiles_of
+from capd.report.verdict_document import verdict_document
 from capd.strict_json import strict_json
 
 __all__ = ["MARK", "channel_numbers", "document", "grouped", "json_text", "tally_numbers"]
@@ -39,14 +41,16 @@ def document(
     gathered: GatheredRecords,
     *,
     quick: bool,
+    choices: Sequence[FormatChoice] = (),
     scalars: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Make the document of records from the named runs or directories.
 
     Args:
-        sources: The runs or directories.
+        sources: The names of the runs or of the directory.
         gathered: The records.
         quick: Whether only stored statistics were read.
+        choices: The formats that were to be measured.
         scalars: The lines of the runs' scalars (`capd.report.scalar_lines`).
     """
     groups = gathered.groups
@@ -61,6 +65,7 @@ def document(
             {"series": series, "reason": reason, "records": records}
             for (series, reason), records in gathered.unmeasured.items()
         ],
+        "verdict": verdict_document(gathered, choices),
         "all": _group((), groups.whole()),
         "by": {
             ",".join(fields): [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.error_sums import Errors
@@ -33,10 +36,10 @@ Place = tuple[object, ...]
 
 
 class _Operand(NamedTuple):
-    item: Item
+    # None if it has no elements of high precision.
+    read: Callable[[], NDArray[np.generic]] | None
     dtype: str
-    # Whether it has the elements of a high-precision tensor.
-    is_usable: bool
+    nbytes: int
     # Whether it is a weight that is stored as [in_features, out_features].
     is_transposed: bool
 
@@ -48,11 +51,11 @@ class _Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(one.item.nbytes for one in self)
+        return sum(one.nbytes for one in self)
 
     @property
     def is_usable(self) -> bool:
-        return self.nbytes <= _MOST_NBYTES and all(one.is_usable for one in self)
+        return self.nbytes <= _MOST_NBYTES and all(one.read is not None for one in self)
 
 
 class LinearCalls:
@@ -72,9 +75,9 @@ class LinearCalls:
         if name is None or key.component != LINEAR.component or not key.module:
             return
         is_operand = not str(loaded.attributes.get("operands", "")).startswith("input before")
-        usable = loaded.no_source is None and item.read is not None and (is_operand or name != "x")
+        usable = loaded.no_source is None and (is_operand or name != "x")
         transposed = name == "weight" and loaded.attributes.get("weight_layout") == "in_out"
-        operand = _Operand(item, loaded.dtype, usable, transposed)
+        operand = _Operand(item.read if usable else None, loaded.dtype, item.nbytes, transposed)
         place, at = _place(key), _at(moment)
         if name == "x":
             self._x.setdefault(place, {}).setdefault(at, operand)
@@ -159,24 +162,20 @@ def _evenly(values: Sequence[T], most: int) -> list[T]:
     return [values[place * len(values) // number] for place in range(number)]
 
 
-def _matrix(operand: _Operand) -> torch.Tensor:
+def _matrix(bits: NDArray[np.generic], operand: _Operand) -> torch.Tensor:
     """Return an operand with all of its axes but the last one as rows; a weight as [out_features, in_features]."""
-    read = operand.item.read
-    assert read is not None
-    values = tensor_of(read(), operand.dtype)
+    values = tensor_of(bits, operand.dtype)
     if values.ndim != 2:
         values = values.reshape(-1, values.shape[-1] if values.ndim else 1)
     return values.t() if operand.is_transposed else values
 
 
-def _measured(
-    call: _Call, choices: Sequence[FormatChoice]
-) -> Mapping[str, Mapping[str, Errors]] | None:
+def _measured(call: _Call, choices: Sequence[FormatChoice]) -> Mapping[str, Mapping[str, Errors]] | None:
     # The import needs torch, which a report without formats does not load.
     from capd.analyze.verdict.products import Operands, product_errors
 
     try:
-        x, weight, dy = (_matrix(one) for one in call)
+        x, weight, dy = (_matrix(one.read(), one) for one in call if one.read is not None)
         operands = Operands(x, weight, dy)
         return product_errors(operands, choices) if operands.fit else None
     except UNREADABLE:

@@ -10,6 +10,7 @@ from capd.analyze.hif8_regimes import FINITE_CODES
 from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
 from capd.report.names import value_text
+from capd.report.verdict_document import calls_text, verdict_rows
 from capd_client.process.text import human_count, human_nbytes, table_lines
 
 __all__ = ["report_lines"]
@@ -21,6 +22,7 @@ _COUNTS = ("nan", "inf", "zero")
 _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _NUMBERS = ("records", "raw", *_STATISTICS, *_COUNTS, *(f"{share:.0%}" for share in _SHARES))
 _ERRORS = ("count", "SQNR dB", "relative", "cosine", "underflow", "saturation", "flush")
+_LOSSES = ("underflow", "saturation")
 _USE = ("values", "share", "codes", "in use", "mean error", "relative", "SQNR dB")
 _OUTSIDE = ("above", "below", "subnormal", "below, scaled", "NaN, Inf")
 Row = Mapping[str, Any]
@@ -41,12 +43,44 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     if without:
         yield f"{human_count(without)} records have no stored statistics; their values are left out"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
+    yield from _verdict(plain["verdict"])
     yield from _scalars(plain["scalars"])
     for fields in GROUPINGS:
         yield ""
         yield from _groups(fields, grouped(plain, fields))
     yield from _errors(grouped(plain, BY_TENSOR))
     yield from _formats(plain)
+
+
+def _verdict(verdict: Row) -> Iterator[str]:
+    """Yield the verdict, nothing if no format was measured."""
+    if not verdict["formats"]:
+        return
+    yield ""
+    yield from (one["text"] for one in verdict["statements"])
+    rows = [
+        (
+            name, one["format"], f"{one['bits_per_value']:g}", human_count(errors["count"]), _decibels(errors),
+            human_count(errors["lost"]), *(_percent(errors[f"{share}_percent"]) for share in _LOSSES),
+            "best" if best else "",
+        )
+        for name, one, best, errors in verdict_rows(verdict)
+    ]  # fmt: skip
+    yield ""
+    numbers = ("bits", "count", "SQNR dB", "lost", *_LOSSES)
+    yield from table_lines(("verdict on", "format", *numbers, ""), rows, numbers)
+    if verdict["calls"] is not None and verdict["calls"]["found"]:
+        yield f"Y, dX, dW: products of quantised operands, of {calls_text(verdict['calls'])}"
+    worst = [
+        (
+            one["series"], one["role"], one["format"], _decibels(one), human_count(one["lost"]),
+            *(_percent(one[f"{share}_percent"]) for share in _LOSSES),
+        )
+        for one in verdict["worst"]
+    ]  # fmt: skip
+    if worst:
+        yield ""
+        yield from table_lines(("worst tensors", "role", "format", *numbers[2:]), worst, numbers)
 
 
 def _scalars(lines: Sequence[Row]) -> Iterator[str]:

@@ -11,11 +11,13 @@ from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.verdict.roles import ROLES
 from capd.analyze.verdict.score import best_of, score_of
-from capd.analyze.verdict.statements import statements_of, text_of
+from capd.analyze.verdict.sentences import sentence_of
+from capd.analyze.verdict.statements import statements_of
 from capd.report.format_errors import error_numbers
 from capd.report.gather import GatheredRecords
+from capd_client.process.text import human_count
 
-__all__ = ["MOST_WORST", "WORST_NUMBERS", "percent_of", "verdict_document", "verdict_rows"]
+__all__ = ["MOST_WORST", "WORST_NUMBERS", "calls_text", "percent_of", "verdict_document", "verdict_rows"]
 
 MOST_WORST = 10
 WORST_NUMBERS = ("records", "count", "lost", "sqnr_db", "underflow_percent", "saturation_percent")
@@ -36,8 +38,10 @@ def verdict_document(gathered: GatheredRecords, choices: Sequence[FormatChoice])
     return {
         "formats": [_format(gathered, choice) for choice in choices if choice.label in measured],
         "best": best,
-        "statements": [{**one, "text": text_of(one)} for one in statements],
-        "worst": list(_worst(gathered, {role: best.get(role, next(iter(errors))) for role, errors in roles.items()})),
+        "statements": [{**one, "text": sentence_of(one)} for one in statements],
+        "worst": list(
+            _worst(gathered, {role: best.get(role, next(iter(errors))) for role, errors in roles.items()})
+        ),
         "calls": _calls(gathered),
     }
 
@@ -75,11 +79,19 @@ def _calls(gathered: GatheredRecords) -> dict[str, int] | None:
     return {"found": found.calls, "measured": found.measured, "left_out": found.left_out}
 
 
-def verdict_rows(verdict: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool, Mapping[str, Any]]]:
+def verdict_rows(
+    verdict: Mapping[str, Any],
+) -> Iterator[tuple[str, Mapping[str, Any], bool, Mapping[str, Any]]]:
     """Yield each format on each role or product: the name of that, the format, whether it is best, and its errors."""
     for one in verdict["formats"]:
         for name, errors in (*one["roles"].items(), *one["products"].items()):
             yield name, one, verdict["best"].get(name) == one["format"], errors
+
+
+def calls_text(calls: Mapping[str, int]) -> str:
+    """Describe how many calls the products are of, such as "32 of 52 calls of linear layers"."""
+    left_out = f"; {human_count(calls['left_out'])} cannot be measured" if calls["left_out"] else ""
+    return f"{human_count(calls['measured'])} of {human_count(calls['found'], 'call')} of linear layers{left_out}"
 
 
 def percent_of(one: Mapping[str, Any], name: str) -> float | None:

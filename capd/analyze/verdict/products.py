@@ -52,9 +52,7 @@ class Operands:
         return {"Y": (self.x, self.weight.t()), "dX": (self.dy, self.weight), "dW": (self.dy.t(), self.x)}
 
 
-def product_errors(
-    operands: Operands, choices: Sequence[FormatChoice]
-) -> Mapping[str, Mapping[str, Errors]]:
+def product_errors(operands: Operands, choices: Sequence[FormatChoice]) -> Mapping[str, Mapping[str, Errors]]:
     """Return the errors of the three products of one call, by the format's label and the product's name.
 
     x of the errors is the product of the captured operands, y that of the quantised ones. A format that does not take

@@ -70,6 +70,6 @@ def score_of(choice: FormatChoice, role: str, errors: Errors) -> Score:
     """Return the score of a format from its errors on the tensors of a role."""
     spec = choice.spec
     return Score(
-        choice.label, spec.bits_per_value, spec.is_scaled, role, errors.records, errors.count, errors.lost, errors.sqnr_db,
-        errors.underflow_percent or 0.0, errors.saturation_percent or 0.0, errors.flush_percent or 0.0,
+        choice.label, spec.bits_per_value, spec.is_scaled, role, errors.records, errors.count, errors.lost,
+        errors.sqnr_db, errors.underflow_percent or 0.0, errors.saturation_percent or 0.0, errors.flush_percent or 0.0,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The verdict in words: a few statements, each from one rule, with the numbers that it names.
+"""The statements of the verdict: each comes from one rule, and has the numbers that its sentence names.
 
-Only formats that measured every tensor of a role are compared there, and only those that lost no value are called good.
-Numbers are rounded so that a statement stays true: what a format keeps downwards, what it misses upwards.
+Only formats that measured every tensor of a role are compared there. Only formats that lost no value are called good.
+`capd.analyze.verdict.sentences` says a statement in English, the report's page in the reader's language.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from capd.analyze.verdict.roles import ROLES
 from capd.analyze.verdict.score import Score, best_of
 
-__all__ = ["Statement", "statements_of", "text_of"]
+__all__ = ["CLOSE_BITS", "Statement", "statements_of"]
 
 Statement = dict[str, Any]
 """The rule's name under "rule", and its numbers."""
 
+CLOSE_BITS = 0.5
+"""Formats whose bits per value differ by no more than this have as many bits: 8 and 8.25, 4.25 and 4.5."""
 # Formats that miss the best by no more than this are as good, so that the one with fewer bits wins.
 _CLOSE_DB = 1.0
-# Formats whose bits per value differ by no more than this have as many bits: 8 and 8.25, 4.25 and 4.5.
-_CLOSE_BITS = 0.5
 # A format without an error counts as this, so that differences are finite.
 _EXACT_DB = 400.0
 # A share of values, in percent, that is too small to be a reason.
@@ -42,7 +42,7 @@ def statements_of(scores: Sequence[Score]) -> list[Statement]:
 
 
 def _comparable(scores: Sequence[Score]) -> Roles:
-    """Return the scores of each role that cover all of its tensors. Roles of zeros alone tell nothing, so they are left out."""
+    """Return the scores of each role that cover all of its tensors, without roles of zeros alone."""
     told = [one for one in scores if one.records and (one.sqnr_db is not None or one.lost)]
     grouped = groupby(sorted(told, key=lambda one: ROLES.index(one.role)), key=lambda one: one.role)
     found = {}
@@ -68,12 +68,17 @@ def _labels(roles: Roles) -> list[str]:
 
 
 def _overall(roles: Roles) -> Statement:
-    """Name the format of the fewest bits among those that miss the best of no role by more than a dB beyond the least miss."""
+    """Name the format with the fewest bits among those that are about as near to the best of each role as any.
+
+    A format's miss is its largest distance to the best format of a role, in dB. A miss within 1 dB of the least one is
+    as good.
+    """
     labels = _labels(roles)
     whole = {
         label: own
         for label in labels
-        if len(own := [one for scores in roles.values() for one in scores if one.label == label]) == len(roles)
+        if len(own := [one for scores in roles.values() for one in scores if one.label == label])
+        == len(roles)
     }
     good = {label: own for label, own in whole.items() if len(_good(own)) == len(roles)}
     if not good:
@@ -113,7 +118,7 @@ def _loss(roles: Roles) -> Statement | None:
         return {**_named("loses_values", worst), "lost": worst.lost, "count": worst.count}
     if len(_labels(roles)) == 1:
         return _uneven(everything)
-    peers, others = (_largest(roles, spare) for spare in (_CLOSE_BITS, math.inf))
+    peers, others = (_largest(roles, spare) for spare in (CLOSE_BITS, math.inf))
     if peers is not None and peers["loss_db"] >= _CLOSE_DB:
         return peers
     if others is not None and others["loss_db"] >= _CLOSE_DB:
@@ -123,7 +128,10 @@ def _loss(roles: Roles) -> Statement | None:
 
 
 def _largest(roles: Roles, spare_bits: float) -> Statement | None:
-    """Return the largest loss against the best format of at most so many more bits. Formats without error are no measure."""
+    """Return the largest loss against the best format of at most so many more bits.
+
+    A format without an error is no measure, so it is left out.
+    """
     losses = []
     for scores in roles.values():
         finite = [one for one in _good(scores) if one.sqnr_db is not None and one.sqnr_db < math.inf]
@@ -169,7 +177,9 @@ def _named(rule: str, score: Score) -> Statement:
 
 
 def _reason(worst: Score, best: Score) -> Statement:
-    """Name the share of values by which the worse score differs most: saturated, below the smallest normal value, or zero.
+    """Name the share of values by which the worse score differs most from the better one.
+
+    The shares are: saturated, below the smallest normal value, and zero.
 
     Values below the smallest normal one are said to become zero if at least half of them do. The share is a fact beside
     the loss; nothing proves that it is the cause.
@@ -184,87 +194,3 @@ def _reason(worst: Score, best: Score) -> Statement:
     if reason == "flush" and 2 * worst.underflow_percent >= worst.flush_percent:
         reason = "underflow"
     return {"reason": reason, "reason_percent": getattr(worst, f"{reason}_percent")}
-
-
-def text_of(said: Statement) -> str:
-    """Return a statement as an English sentence."""
-    return _TEXTS[said["rule"]](said)
-
-
-def _keeps(said: Statement) -> str:
-    bits = f"{said['bits']:g} bits a value"
-    where = "everywhere" if len(said["roles"]) > 1 else f"of the {said['roles'][0]}"
-    if said["sqnr_db"] == math.inf:
-        return f"{said['format']} keeps every value exactly {where}, at {bits}."
-    kept = f"{said['format']} keeps {_down(said['sqnr_db'])} dB or more {where}"
-    if said["alone"]:
-        return f"{kept}, at {bits}; no other format was measured."
-    if said["behind_db"] is None:
-        return f"{kept}, at {bits}."
-    if not said["behind_db"]:
-        return f"{kept}, and no other format is better, at {bits}."
-    return f"{kept}, within {_up(said['behind_db'])} dB of the best, at {bits}."
-
-
-def _all_lose(said: Statement) -> str:
-    if said["alone"]:
-        return f"{said['format']} is no choice as it is: it loses values."
-    return f"Every format loses values; {said['format']} loses the fewest, {said['lost']:,}."
-
-
-def _loses_values(said: Statement) -> str:
-    lost, count = said["lost"], said["count"]
-    return f"{_subject(said)} loses {lost:,} of {count:,} values on {said['role']}: they become Inf or NaN."
-
-
-def _loses_db(said: Statement) -> str:
-    against = said["against"]
-    if said["against_bits"] > said["bits"] + _CLOSE_BITS:
-        against = f"{against}, at {said['bits']:g} bits instead of {said['against_bits']:g}"
-    return f"{_subject(said)} loses {said['loss_db']:.1f} dB on {said['role']} against {against}{_because(said)}."
-
-
-def _uneven_text(said: Statement) -> str:
-    best = f"{said['best_db']:.1f} dB on {said['best_role']}"
-    return f"{_subject(said)} keeps {best} and {said['sqnr_db']:.1f} dB on {said['role']}{_because(said)}."
-
-
-def _missing(said: Statement) -> str:
-    roles = said["roles"]
-    named = roles[0] if len(roles) == 1 else f"{', '.join(roles[:-1])} or {roles[-1]}"
-    return f"No {named} were measured, so nothing is said about them."
-
-
-_TEXTS = {
-    "keeps": _keeps,
-    "partial": lambda said: "No format took every tensor, so none is the best of all.",
-    "all_lose": _all_lose,
-    "loses_values": _loses_values,
-    "loses_db": _loses_db,
-    "all_close": lambda said: f"No format is more than {_up(said['behind_db'])} dB behind the best anywhere.",
-    "uneven": _uneven_text,
-    "missing": _missing,
-}
-_REASONS = {
-    "saturation": "are beyond its largest one",
-    "flush": "are below its smallest normal one",
-    "underflow": "become zero",
-}
-
-
-def _subject(said: Statement) -> str:
-    return said["format"] if said["scaled"] else f"{said['format']} without a scale"
-
-
-def _because(said: Statement) -> str:
-    if said["reason"] is None:
-        return ""
-    return f"; {said['reason_percent']:.3g} % of the values {_REASONS[said['reason']]}"
-
-
-def _down(decibels: float) -> str:
-    return f"{math.floor(decibels * 10) / 10:.1f}"
-
-
-def _up(decibels: float) -> str:
-    return f"{math.ceil(decibels * 10) / 10:.1f}"

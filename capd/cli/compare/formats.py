@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of
-from capd.cli.compare.verdict import VERDICT_HEADER, print_verdict, verdict_csv
+from capd.cli.compare.verdict import print_verdict, verdict_table
 from capd.cli.output import human_count, note, print_lines
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import ConfigError, NothingMatched
@@ -32,9 +32,8 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
     if axis not in _AXES:
         raise ConfigError(f"--axis cannot be {axis!r}; use one of {', '.join(_AXES)}")
     chosen = choices(formats, _AXES[axis])
-    fields = request.fields
     is_verdict = request.by is None and not per_block
-    from capd.report.format_errors import COUNTS, METRICS, error_document
+    from capd.report.format_errors import error_document
     from capd.report.verdict_document import verdict_document
 
     one_thread_each()
@@ -43,12 +42,21 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
         raise NothingMatched(f"no record with a high-precision source in {', '.join(found.names)}: {reasons}")
     verdict = verdict_document(gathered, chosen)
-    document = {**error_document(found.names, gathered, chosen, fields), "verdict": verdict}
+    document = {**error_document(found.names, gathered, chosen, request.fields), "verdict": verdict}
     if is_verdict:
-        if not request.print(document, VERDICT_HEADER, verdict_csv(verdict)):
+        if not request.print(document, *verdict_table(verdict)):
             print_verdict(verdict, wide=request.wide)
-        _say_unmeasured(gathered)
-        return found.exit_code(gathered)
+    else:
+        _print_groups(request, document, per_block=per_block)
+    _say_unmeasured(gathered)
+    return found.exit_code(gathered)
+
+
+def _print_groups(request: CompareRequest, document: dict[str, Any], *, per_block: bool) -> None:
+    """Print the errors of each group as JSON, CSV or a table."""
+    from capd.report.format_errors import COUNTS, METRICS
+
+    fields = document["by"]
     groups = document["groups"] or [document["all"]]
     columns = (*COUNTS, *METRICS)
     header = (*fields, "format", "best", *columns)
@@ -66,8 +74,6 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         _print_table(fields, groups, wide=request.wide)
         if per_block:
             _print_blocks(fields, groups, wide=request.wide)
-    _say_unmeasured(gathered)
-    return found.exit_code(gathered)
 
 
 def one_thread_each() -> None:

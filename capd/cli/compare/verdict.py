@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from capd.cli.output import human_count, print_lines
-from capd.cli.table import Column, aligned, print_columns
+from capd.cli.table import Column, aligned, print_columns, terminal_width
 
-__all__ = ["VERDICT_HEADER", "print_verdict", "verdict_csv"]
+__all__ = ["print_verdict", "verdict_table"]
 
-_COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
-_METRICS = (
-    "sqnr_db", "mse", "rmse", "mae", "max_abs", "relative", "relative_mse", "normalised_l2", "cosine", "psnr_db",
-    "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
-)  # fmt: skip
-VERDICT_HEADER = ("role", "format", "bits_per_value", "best", *_COUNTS, *_METRICS)
 Row = Mapping[str, Any]
+_ABOUT = "SQNR in dB, * the best of a role; zero % and sat. % are those of the worst role."
 
 
-def verdict_csv(verdict: Row) -> list[list[Any]]:
-    """Return a row of VERDICT_HEADER for each format on each role and product."""
+def verdict_table(verdict: Row) -> tuple[list[str], list[list[Any]]]:
+    """Return the header of the CSV, and a row for each format on each role and product."""
+    from capd.report.format_errors import COUNTS, METRICS
     from capd.report.verdict_document import verdict_rows
 
-    return [
-        [name, one["format"], one["bits_per_value"], best, *(errors[each] for each in (*_COUNTS, *_METRICS))]
+    numbers = (*COUNTS, *METRICS)
+    rows = [
+        [name, one["format"], one["bits_per_value"], best, *(errors[each] for each in numbers)]
         for name, one, best, errors in verdict_rows(verdict)
     ]
+    return ["role", "format", "bits_per_value", "best", *numbers], rows
 
 
 def print_verdict(verdict: Row, *, wide: bool) -> None:
     """Print the table of the formats, the sentences, and the worst tensors."""
     _print_formats(verdict, wide=wide)
-    calls = verdict["calls"]
-    lines = [_about(verdict), *([_about_calls(calls)] if calls and calls["found"] else [])]
-    print_lines(["", *lines, "", *(one["text"] for one in verdict["statements"])])
+    print_lines(["", _ABOUT, *_about_calls(verdict["calls"]), ""])
+    width = terminal_width()
+    for one in verdict["statements"]:
+        print_lines([one["text"]] if width is None else wrap(one["text"], width))
     if verdict["worst"]:
         print_lines(["", "The worst tensors, each in the best format of its role:"])
         _print_worst(verdict["worst"], wide=wide)
@@ -48,11 +48,16 @@ def _print_formats(verdict: Row, *, wide: bool) -> None:
     columns = [
         Column("format", [one["format"] for one in formats], is_name=True),
         Column("bits", aligned([one["bits_per_value"] for one in formats]), right=True),
-        *(Column(role, _decibels(formats, "roles", role, verdict["best"].get(role)), right=True) for role in roles),
+        *(
+            Column(role, _decibels(formats, "roles", role, verdict["best"].get(role)), right=True)
+            for role in roles
+        ),
         *(Column(name, _decibels(formats, "products", name), right=True, spare=1) for name in products),
         *_shares(formats),
     ]
-    print_columns(columns, wide=wide, colours=["green" if one["format"] == overall else "" for one in formats])
+    print_columns(
+        columns, wide=wide, colours=["green" if one["format"] == overall else "" for one in formats]
+    )
 
 
 def _decibels(formats: Sequence[Row], of: str, name: str, best: str | None = None) -> list[str]:
@@ -60,7 +65,9 @@ def _decibels(formats: Sequence[Row], of: str, name: str, best: str | None = Non
     numbers = aligned([(one[of].get(name) or {"sqnr_db": None})["sqnr_db"] for one in formats])
     if best is None:
         return numbers
-    return [f"{text}{'*' if one['format'] == best else ' '}" for one, text in zip(formats, numbers, strict=True)]
+    return [
+        f"{text}{'*' if one['format'] == best else ' '}" for one, text in zip(formats, numbers, strict=True)
+    ]
 
 
 def _shares(formats: Sequence[Row]) -> list[Column]:
@@ -76,15 +83,12 @@ def _shares(formats: Sequence[Row]) -> list[Column]:
     return [Column(title, cells, right=True, spare=spare) for title, cells, spare in shown]
 
 
-def _about(verdict: Row) -> str:
-    names = [name for one in verdict["formats"][:1] for name in one["products"]]
-    products = ", and of products of quantised operands" if names else ""
-    return f"SQNR in dB of each role{products}; * is the best of a role; shares are those of the worst role."
+def _about_calls(calls: Row | None) -> list[str]:
+    if not calls or not calls["found"]:
+        return []
+    from capd.report.verdict_document import calls_text
 
-
-def _about_calls(calls: Row) -> str:
-    left_out = f", {human_count(calls['left_out'])} cannot be measured" if calls["left_out"] else ""
-    return f"Y, dX, dW: {human_count(calls['measured'])} of {human_count(calls['found'], 'call')} of linear layers{left_out}."
+    return [f"Y, dX, dW: products of quantised operands, of {calls_text(calls)}."]
 
 
 def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:

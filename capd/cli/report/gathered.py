@@ -25,12 +25,17 @@ def choices_of(formats: str) -> tuple[FormatChoice, ...]:
 def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> GatheredRecords:
     """Read all records. Records that cannot be read or measured are named on stderr and counted.
 
-    `series`: whether to keep the sums of each series, too. Raises CapdError as `Sources.gather` does.
+    `series`: whether to keep the sums of each series, and to measure the products of linear layers, too. Calls of
+    several runs cannot be told apart, so products need one run. Raises CapdError as `Sources.gather` does.
     """
     from capd.report.gather import GatheredRecords
+    from capd.report.linear_calls import LinearCalls
     from capd.report.series import SeriesSummaries
 
-    gathered = GatheredRecords(series=SeriesSummaries() if series else None)
+    gathered = GatheredRecords()
+    if series:
+        gathered.series = SeriesSummaries()
+        gathered.calls = LinearCalls() if len(found.names) == 1 else None
     found.gather(gathered, **asked)
     if gathered.without_statistics:
         note(

@@ -133,7 +133,7 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
 
     gathered = gathered_of(found, quick=quick, choices=choices, channels=not quick, series=True)
     scalars = [] if found.files else scalar_lines(found.names)
-    plain = document(found.names, gathered, quick=quick, scalars=scalars)
+    plain = document(found.names, gathered, quick=quick, choices=choices, scalars=scalars)
     return _Content(
         gathered, plain, page_html(page_data(plain, gathered, files=found.files, choices=choices))
     )

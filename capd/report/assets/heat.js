@@ -7,7 +7,8 @@ import { num } from "./numbers.js";
 const STEPS = 24;
 const FEW = 0.1; // of all cells; more than these are no outliers
 
-function css(colour) {
+/** A colour, [red, green, blue], as style sheets write it. */
+export function css(colour) {
   return `rgb(${colour.join(",")})`;
 }
 
@@ -22,7 +23,8 @@ function fences(values) {
   return [few((value) => value < low) ? Math.max(least, low) : least, few((value) => value > high) ? Math.min(most, high) : most];
 }
 
-function key(scale, [low, high], values, unit) {
+/** The legend of a colour scale from low to high. */
+export function key(scale, [low, high], values, unit) {
   if (low === high) return el("div", { class: "key" }, `all ${num(low)} ${unit}`);
   const bar = el("span", { class: "bar", "aria-hidden": "true" });
   bar.style.background = `linear-gradient(to right, ${Array.from({ length: STEPS }, (_, step) => css(shade(scale, step / (STEPS - 1)))).join(",")})`;

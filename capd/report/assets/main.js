@@ -8,11 +8,12 @@ import { hifp8 } from "./hifp8.js";
 import { boxes, outliers, trends } from "./layers.js";
 import { overflow } from "./overflow.js";
 import { overview } from "./overview.js";
+import { summary } from "./summary.js";
 import { tensor, tensors } from "./tensors.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const PAGES = {
-  overview: ["Overview", overview], errors: ["Errors", errors], distributions: ["Distributions", distributions], layers: ["Layers", boxes], outliers: ["Outliers", outliers],
+  summary: ["Summary", summary], overview: ["Overview", overview], errors: ["Errors", errors], distributions: ["Distributions", distributions], layers: ["Layers", boxes], outliers: ["Outliers", outliers],
   iterations: ["Iterations", trends], hifp8: ["HiFP8", hifp8], overflow: ["Overflow", overflow], tensors: ["Tensors", tensors],
 };
 const THEMES = { auto: "◐ as the system", light: "☀ light", dark: "☾ dark" };
@@ -25,7 +26,7 @@ function show(focus) {
   const [name, place] = location.hash.slice(1).split("/");
   const known = name === "tensor" || name in PAGES;
   const single = data.series.length === 1 && data.series_total === 1;
-  const current = known ? name : single ? "tensor" : "overview";
+  const current = known ? name : single ? "tensor" : "summary";
   dropCharts();
   const nodes = current === "tensor" ? tensor(data, Number(place ?? 0)) : PAGES[current][1](data);
   main.replaceChildren(...[nodes].flat(Infinity).filter(Boolean));

@@ -24,6 +24,7 @@ from capd.report.page.ledger import ledger_data
 from capd.report.page.plain import METRICS, NUMBERS, picked, quantiles_of, rounded
 from capd.report.page.scalars_data import scalars_data
 from capd.report.page.series_data import series_data
+from capd.report.page.verdict_data import verdict_data
 from capd.report.quantiles import QUANTILES
 
 __all__ = ["page_data"]
@@ -44,6 +45,7 @@ def page_data(
     """
     groups, sources = gathered.groups, plain["sources"]
     notes: list[str] = []
+    series = series_data(gathered.series, notes)
     return {
         "format": 1,
         "title": ", ".join(Path(source).stem or source for source in sources),
@@ -54,6 +56,7 @@ def page_data(
         "metrics": list(METRICS),
         "metric_notes": METRICS,
         "formats": [] if plain["quick"] else [choice.label for choice in choices],
+        "verdict": verdict_data(plain["verdict"], series["series"]),
         "all": {**picked(plain["all"], *NUMBERS), "quantiles": quantiles_of(plain["all"])},
         "ledger": [] if files else [ledger_data(source) for source in sources],
         "types": [_type(plain, gathered, row) for row in grouped(plain, ("quant_type",))],
@@ -73,7 +76,7 @@ def page_data(
         "hifp8_groups": hif8_groups(plain),
         "overflow": rounded(plain["overflow"]),
         "nonfinite": nonfinite_data(plain),
-        **series_data(gathered.series, notes),
+        **series,
         "notes": notes,
     }
 

@@ -1,0 +1,40 @@
+"""The verdict in the page's data: the document's, rounded, with the places of the worst tensors among the series."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capd.report.page.plain import picked
+from capd.strict_json import strict_json
+
+__all__ = ["verdict_data"]
+
+_NUMBERS = ("records", "lost", "sqnr_db", "underflow_percent", "saturation_percent")
+
+
+def verdict_data(verdict: Mapping[str, Any], series: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the verdict of a document. `series`: the series of the page; their places are the numbers of their pages."""
+    places = {one["path"]: place for place, one in enumerate(series)}
+    return {
+        "formats": [
+            {
+                **picked(one, "format", "bits_per_value", "scaled"),
+                **{
+                    of: {name: picked(errors, *_NUMBERS) for name, errors in one[of].items()}
+                    for of in ("roles", "products")
+                },
+            }
+            for one in verdict["formats"]
+        ],
+        "best": verdict["best"],
+        "statements": strict_json(verdict["statements"]),
+        "worst": [
+            {
+                **picked(one, "series", "role", "format", *_NUMBERS),
+                "place": places.get(one["series"]),
+            }
+            for one in verdict["worst"]
+        ],
+        "calls": verdict["calls"],
+    }
