@@ -6,6 +6,7 @@ Numbers are rounded so that a sentence stays true: what a format keeps downwards
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from capd.analyze.verdict.statements import CLOSE_BITS, Statement
 
@@ -18,18 +19,18 @@ def sentence_of(said: Statement) -> str:
 
 
 def _keeps(said: Statement) -> str:
-    bits = f"{said['bits']:g} bits a value"
-    where = "everywhere" if len(said["roles"]) > 1 else f"of the {said['roles'][0]}"
+    bits, roles = f"{said['bits']:g} bits a value", _listed(said["roles"], "and")
     if said["sqnr_db"] == math.inf:
-        return f"{said['format']} keeps every value exactly {where}, at {bits}."
-    kept = f"{said['format']} keeps {_down(said['sqnr_db'])} dB or more {where}"
+        return f"{said['format']} keeps every value of {roles} exactly, at {bits}."
+    kept = f"{said['format']} keeps {_down(said['sqnr_db'])} dB or more on {roles}"
     if said["alone"]:
         return f"{kept}, at {bits}; no other format was measured."
     if said["behind_db"] is None:
         return f"{kept}, at {bits}."
+    lossless = " without lost values" if said["lossy"] else ""
     if not said["behind_db"]:
-        return f"{kept}, and no other format is better, at {bits}."
-    return f"{kept}, within {_up(said['behind_db'])} dB of the best, at {bits}."
+        return f"{kept}, and no format{lossless} is better there, at {bits}."
+    return f"{kept}, within {_up(said['behind_db'])} dB of the best{lossless}, at {bits}."
 
 
 def _all_lose(said: Statement) -> str:
@@ -50,24 +51,35 @@ def _loses_db(said: Statement) -> str:
     return f"{_subject(said)} loses {said['loss_db']:.1f} dB on {said['role']} against {against}{_because(said)}."
 
 
+def _all_close(said: Statement) -> str:
+    if not said["behind_db"]:
+        return "No format is behind another on any role."
+    return f"No format is more than {_up(said['behind_db'])} dB behind the best on any role."
+
+
+def _fewer(said: Statement) -> str:
+    return (
+        f"{_listed(said['formats'], 'and')} could not measure every tensor, so no comparison is made there."
+    )
+
+
 def _uneven_text(said: Statement) -> str:
     best = f"{said['best_db']:.1f} dB on {said['best_role']}"
     return f"{_subject(said)} keeps {best} and {said['sqnr_db']:.1f} dB on {said['role']}{_because(said)}."
 
 
 def _missing(said: Statement) -> str:
-    roles = said["roles"]
-    named = roles[0] if len(roles) == 1 else f"{', '.join(roles[:-1])} or {roles[-1]}"
-    return f"No {named} were measured, so nothing is said about them."
+    return f"No {_listed(said['roles'], 'or')} were measured, so nothing is said about them."
 
 
 _TEXTS = {
     "keeps": _keeps,
-    "partial": lambda said: "No format took every tensor, so none is the best of all.",
+    "partial": lambda said: "No format took every tensor without losing a value, so none is the best of all.",
     "all_lose": _all_lose,
     "loses_values": _loses_values,
     "loses_db": _loses_db,
-    "all_close": lambda said: f"No format is more than {_up(said['behind_db'])} dB behind the best anywhere.",
+    "all_close": _all_close,
+    "fewer": _fewer,
     "uneven": _uneven_text,
     "missing": _missing,
 }
@@ -86,6 +98,10 @@ def _because(said: Statement) -> str:
     if said["reason"] is None:
         return ""
     return f"; {said['reason_percent']:.3g} % of the values {_REASONS[said['reason']]}"
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def _down(decibels: float) -> str:

@@ -32,18 +32,25 @@ Roles = Mapping[str, Sequence[Score]]
 
 def statements_of(scores: Sequence[Score]) -> list[Statement]:
     """Return the statements about some scores, the most important first; none if nothing was measured."""
-    roles = _comparable(scores)
+    measured = [one for one in scores if one.records]
+    roles = _comparable(measured)
     if not roles:
         return []
-    found = [_overall(roles), _loss(roles)]
-    missing = [role for role in ROLES if role not in {one.role for one in scores if one.records}]
-    found.append({"rule": "missing", "roles": missing} if missing else None)
+    formats = list(dict.fromkeys(one.label for one in measured))
+    fewer = [label for label in formats if not all(label in map(_label, own) for own in roles.values())]
+    missing = [role for role in ROLES if role not in {one.role for one in measured}]
+    found = [
+        _overall(roles, formats),
+        _loss(roles, formats),
+        {"rule": "fewer", "formats": fewer} if fewer else None,
+        {"rule": "missing", "roles": missing} if missing else None,
+    ]
     return [one for one in found if one is not None]
 
 
-def _comparable(scores: Sequence[Score]) -> Roles:
+def _comparable(measured: Sequence[Score]) -> Roles:
     """Return the scores of each role that cover all of its tensors, without roles of zeros alone."""
-    told = [one for one in scores if one.records and (one.sqnr_db is not None or one.lost)]
+    told = [one for one in measured if one.sqnr_db is not None or one.lost]
     grouped = groupby(sorted(told, key=lambda one: ROLES.index(one.role)), key=lambda one: one.role)
     found = {}
     for role, group in grouped:
@@ -63,26 +70,25 @@ def _level(score: Score) -> float:
     return min(_EXACT_DB, max(-_EXACT_DB, level))
 
 
-def _labels(roles: Roles) -> list[str]:
-    return list(dict.fromkeys(one.label for scores in roles.values() for one in scores))
+def _label(score: Score) -> str:
+    return score.label
 
 
-def _overall(roles: Roles) -> Statement:
+def _overall(roles: Roles, formats: Sequence[str]) -> Statement:
     """Name the format with the fewest bits among those that are about as near to the best of each role as any.
 
     A format's miss is its largest distance to the best format of a role, in dB. A miss within 1 dB of the least one is
     as good.
     """
-    labels = _labels(roles)
     whole = {
         label: own
-        for label in labels
+        for label in formats
         if len(own := [one for scores in roles.values() for one in scores if one.label == label])
         == len(roles)
     }
     good = {label: own for label, own in whole.items() if len(_good(own)) == len(roles)}
     if not good:
-        return _nobody(whole, len(labels))
+        return _nobody(whole, len(formats))
     best = {role: max(map(_level, _good(scores))) for role, scores in roles.items()}
     miss = {label: max(best[one.role] - _level(one) for one in own) for label, own in good.items()}
     close = [label for label in good if miss[label] <= min(miss.values()) + _CLOSE_DB]
@@ -95,36 +101,39 @@ def _overall(roles: Roles) -> Statement:
         "sqnr_db": math.inf if kept == _EXACT_DB else kept,
         "behind_db": miss[chosen] if miss[chosen] < _EXACT_DB / 2 else None,
         "roles": list(roles),
-        "alone": len(labels) == 1,
+        "alone": len(formats) == 1,
+        "lossy": any(one.lost for scores in roles.values() for one in scores),
     }
 
 
 def _nobody(whole: Mapping[str, Sequence[Score]], formats: int) -> Statement:
-    if not whole:
+    if len(whole) < formats:
         return {"rule": "partial"}
     lost = {label: sum(one.lost for one in own) for label, own in whole.items()}
     least = min(lost, key=lambda label: lost[label])
-    if not lost[least]:
-        return {"rule": "partial"}
     return {"rule": "all_lose", "format": least, "lost": lost[least], "alone": formats == 1}
 
 
-def _loss(roles: Roles) -> Statement | None:
+def _loss(roles: Roles, formats: Sequence[str]) -> Statement | None:
     """Name the worst loss: lost values first, then dB against a format of as many bits, then dB against any format."""
     everything = [one for scores in roles.values() for one in scores]
     lossy = [one for one in everything if one.lost]
     if lossy:
         worst = max(lossy, key=lambda one: one.lost / one.count)
         return {**_named("loses_values", worst), "lost": worst.lost, "count": worst.count}
-    if len(_labels(roles)) == 1:
+    if len(formats) == 1:
         return _uneven(everything)
     peers, others = (_largest(roles, spare) for spare in (CLOSE_BITS, math.inf))
     if peers is not None and peers["loss_db"] >= _CLOSE_DB:
         return peers
     if others is not None and others["loss_db"] >= _CLOSE_DB:
         return others
-    behind = max((one["loss_db"] for one in (peers, others) if one is not None), default=None)
-    return None if behind is None else {"rule": "all_close", "behind_db": behind}
+    is_told = all(map(_is_finite, everything)) and len(everything) == len(formats) * len(roles)
+    return {"rule": "all_close", "behind_db": others["loss_db"]} if others is not None and is_told else None
+
+
+def _is_finite(score: Score) -> bool:
+    return score.sqnr_db is not None and math.isfinite(score.sqnr_db)
 
 
 def _largest(roles: Roles, spare_bits: float) -> Statement | None:
@@ -134,7 +143,7 @@ def _largest(roles: Roles, spare_bits: float) -> Statement | None:
     """
     losses = []
     for scores in roles.values():
-        finite = [one for one in _good(scores) if one.sqnr_db is not None and one.sqnr_db < math.inf]
+        finite = list(filter(_is_finite, _good(scores)))
         for one in finite:
             peers = {other.label: other for other in finite if other.bits <= one.bits + spare_bits}
             best = peers[str(best_of(peers))]
@@ -153,7 +162,7 @@ def _largest(roles: Roles, spare_bits: float) -> Statement | None:
 
 def _uneven(scores: Sequence[Score]) -> Statement | None:
     """Compare the roles under the only format."""
-    finite = [one for one in _good(scores) if one.sqnr_db is not None and one.sqnr_db < math.inf]
+    finite = list(filter(_is_finite, _good(scores)))
     best, worst = max(finite, key=_level, default=None), min(finite, key=_level, default=None)
     if best is None or worst is None or _level(best) - _level(worst) < _CLOSE_DB:
         return None

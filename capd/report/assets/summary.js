@@ -34,22 +34,23 @@ const TEXTS = {
   noSource: "The verdict is missing: no record holds values of high precision (bf16, fp16, fp32, fp64). Overview, Left out, has the reasons.",
   statements: {
     keeps: (said) => {
-      const bits = `${said.bits} bits a value`;
-      const where = said.roles.length > 1 ? "everywhere" : `of the ${said.roles[0]}`;
-      if (said.sqnr_db === "Infinity") return `${said.format} keeps every value exactly ${where}, at ${bits}.`;
-      const kept = `${said.format} keeps ${down(said.sqnr_db)} dB or more ${where}`;
+      const [bits, roles] = [`${said.bits} bits a value`, listed(said.roles, "and")];
+      if (said.sqnr_db === "Infinity") return `${said.format} keeps every value of ${roles} exactly, at ${bits}.`;
+      const kept = `${said.format} keeps ${down(said.sqnr_db)} dB or more on ${roles}`;
       if (said.alone) return `${kept}, at ${bits}; no other format was measured.`;
       if (said.behind_db === null) return `${kept}, at ${bits}.`;
-      return said.behind_db ? `${kept}, within ${up(said.behind_db)} dB of the best, at ${bits}.` : `${kept}, and no other format is better, at ${bits}.`;
+      const lossless = said.lossy ? " without lost values" : "";
+      return said.behind_db ? `${kept}, within ${up(said.behind_db)} dB of the best${lossless}, at ${bits}.` : `${kept}, and no format${lossless} is better there, at ${bits}.`;
     },
-    partial: () => "No format took every tensor, so none is the best of all.",
+    partial: () => "No format took every tensor without losing a value, so none is the best of all.",
     all_lose: (said) => (said.alone ? `${said.format} is no choice as it is: it loses values.` : `Every format loses values; ${said.format} loses the fewest, ${count(said.lost)}.`),
     loses_values: (said) => `${subject(said)} loses ${count(said.lost)} of ${count(said.count)} values on ${said.role}: they become Inf or NaN.`,
     loses_db: (said) => {
       const against = said.against_bits > said.bits + CLOSE_BITS ? `${said.against}, at ${said.bits} bits instead of ${said.against_bits}` : said.against;
       return `${subject(said)} loses ${said.loss_db.toFixed(1)} dB on ${said.role} against ${against}${because(said)}.`;
     },
-    all_close: (said) => `No format is more than ${up(said.behind_db)} dB behind the best anywhere.`,
+    all_close: (said) => (said.behind_db ? `No format is more than ${up(said.behind_db)} dB behind the best on any role.` : "No format is behind another on any role."),
+    fewer: (said) => `${listed(said.formats, "and")} could not measure every tensor, so no comparison is made there.`,
     uneven: (said) => `${subject(said)} keeps ${said.best_db.toFixed(1)} dB on ${said.best_role} and ${said.sqnr_db.toFixed(1)} dB on ${said.role}${because(said)}.`,
     missing: (said) => `No ${listed(said.roles, "or")} were measured, so nothing is said about them.`,
   },

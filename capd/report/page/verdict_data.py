@@ -14,7 +14,7 @@ _NUMBERS = ("records", "lost", "sqnr_db", "underflow_percent", "saturation_perce
 
 
 def verdict_data(verdict: Mapping[str, Any], series: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the verdict of a document. `series`: the series of the page; their places are the numbers of their pages."""
+    """Return the verdict of a document. `series`: the series of the page, whose places number their pages."""
     places = {one["path"]: place for place, one in enumerate(series)}
     return {
         "formats": [

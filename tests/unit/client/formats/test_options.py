@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from capd.formats import FORMATS, FormatError, encode, qdq
+from capd_client.formats.spec import spec_of
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp7", {}, f"fmt cannot be 'fp7'; allowed are {', '.join(FORMATS)}"),
@@ -66,3 +67,25 @@ def test_an_option_that_is_none_is_the_default() -> None:
     )
     for fmt in FORMATS:
         assert torch.equal(qdq(values, fmt, **nothing), qdq(values, fmt))
+
+
+BITS = [
+    ("bf16", {}, 16), ("fp16", {}, 16), ("fp8", {}, 8), ("fp8", {"elem": "e5m2"}, 8), ("fp8", {"block": 128}, 8.25),
+    ("fp8", {"block": (128, 128)}, 8 + 32 / 16384), ("mxfp8", {}, 8.25), ("mxfp6", {}, 6.25), ("mxfp4", {}, 4.25),
+    ("mxfp4", {"preset": "legacy"}, 4.25), ("nvfp4", {}, 4.5), ("nvfp4", {"tensor_scale": False}, 4.5),
+    ("nvfp4", {"block": (16, 16)}, 4 + 8 / 256), ("hifp8", {}, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "options", "bits"), BITS)
+def test_bits_per_value_count_the_scales_that_are_stored(
+    fmt: str, options: dict[str, Any], bits: float
+) -> None:
+    x = torch.randn(256, 256)
+    encoded = encode(x, fmt, **options)
+    # Packed, an element of 4 or 6 bits has no byte of its own.
+    element = {"mxfp6": 6, "mxfp4": 4, "nvfp4": 4}.get(fmt, 8 * encoded.payload.element_size())
+    scales = 0 if encoded.scale is None or encoded.scale.ndim == 0 else 8 * encoded.scale.nbytes
+
+    assert spec_of(fmt, options).bits_per_value == bits == element + scales / x.numel()
+    assert {name for name, _, _ in BITS} == set(FORMATS)
