@@ -31,6 +31,7 @@ from tests.kit.tiers import rows
 Open = Callable[..., Opened]
 Values = dict[tuple[Any, ...], np.ndarray]
 PAGES = (
+    "summary",
     "overview",
     "errors",
     "distributions",
@@ -211,6 +212,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(opened: Open, page: Pat
 def test_the_overview_tells_how_much_there_is(opened: Open, page: Path, known: tuple[Path, Values]) -> None:
     values = known[1]
     shown = opened(page)
+    shown.go("overview")
     tiles = dict(
         zip(*(shown.page.locator(f".tiles {part}").all_inner_texts() for part in ("dt", "dd")), strict=True)
     )

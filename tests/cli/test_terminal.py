@@ -53,6 +53,7 @@ COMMANDS = [
     ("stats", "--drops"),
     ("verify",),
     ("export",),
+    ("compare",),
     ("compare", "--by", "layer,module,tensor_name"),
     ("compare", "--per-block", "--formats", "mxfp8,nvfp4"),
     ("compare", "--sweep-scale", "--formats", "e4m3"),

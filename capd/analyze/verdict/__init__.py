@@ -1,1 +1,1 @@
-"""The verdict on number formats: the numbers by kind of tensor, the best format, the worst tensors, and sentences."""
+"""The verdict on number formats: the numbers by role of tensor, the best format, the worst tensors, and sentences."""

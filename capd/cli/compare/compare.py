@@ -76,8 +76,10 @@ def compare(
 ) -> None:
     """Compare number formats on captured tensors, or two captures with each other.
 
-    With one STORE: the error of each format on its high-precision records (bfloat16, float16, float32; float64 is
-    rounded to float32). No second training run is needed. Other records are named on stderr, counted and left out.
+    With one STORE: a verdict on each format by its error on the high-precision records (bfloat16, float16, float32;
+    float64 is rounded to float32): activations, weights and gradients apart, the products of linear layers with
+    quantised operands, and the worst tensors. --by shows the errors by group instead. No second training run is
+    needed. Other records are named on stderr, counted and left out.
     A format is a name of docs/formats.md, then options after colons: mxfp8:e5m2 (element), mxfp8:rceil (scale
     mode), mxfp4:stochastic (rounding), hifp8:saturate (overflow), legacy, fp8:128 or nvfp4:16x16 (block),
     mxfp4:axis=0 or nvfp4:tensor_scale=no. The label mxfp8:axis=-2 is mxfp8 in blocks along the last axis but one
@@ -100,6 +102,7 @@ def compare(
 
     \b
     Examples:
+      capd compare captures
       capd compare captures --by layer,tensor_name
       capd compare captures --formats mxfp8,mxfp8:e5m2,nvfp4:16x16 --axis both
       capd compare captures/a.zarr captures/b.zarr --first-divergence

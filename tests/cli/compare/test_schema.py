@@ -37,6 +37,7 @@ def fields(value: Any, *, named: bool = True) -> Iterator[str]:
     "args",
     [
         ("{run}", "--formats", "mxfp8,nvfp4,hifp8", "--per-block"),
+        ("{run}", "--formats", "mxfp8,hifp8"),
         ("{run}", "--sweep-scale", "--formats", "e4m3"),
         ("{run}", "{other}", "--records"),
     ],

@@ -1,0 +1,126 @@
+"""`capd compare STORE` without --by: the verdict as table, JSON and CSV, and the sentences that its numbers give."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from capd_client.protocol.key import Moment
+from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
+
+Capd = Callable[..., Result]
+SCALES = {"input": 1.0, "weight": 0.02, "grad_output": 1e-5}
+SHAPES = {"input": (4, 16, 64), "weight": (32, 64), "grad_output": (4, 16, 32)}
+FORMATS = "fp8,mxfp8,hifp8"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two modules of two iterations; gradients that hifp8 has few bits for."""
+    root, rng = tmp_path_factory.mktemp("runs"), np.random.default_rng(6)
+    writer = StoreWriter(root)
+    for name, layer, iteration in product(SCALES, (0, 1), (0, 1)):
+        bits = bf16_bits(rng.normal(scale=SCALES[name] * (1 + 50 * (layer and iteration)), size=SHAPES[name]))
+        operation = "backward" if name == "grad_output" else "forward"
+        key = linear_key(layer=layer, tensor_name=name, operation=operation, module=f"m{layer}")
+        writer.put("run", key, bits, "bfloat16", Moment(iteration=iteration))
+    writer.close()
+    return root / "run.zarr"
+
+
+def test_the_table_the_sentences_and_the_worst_tensors_are_printed(capd: Capd, run: Path) -> None:
+    found = capd("compare", run, "--formats", FORMATS)
+
+    assert found.code == 0
+    header, *lines = found.out.splitlines()
+    assert header.split() == [
+        "format",
+        "bits",
+        "activations",
+        "weights",
+        "gradients",
+        "Y",
+        "dX",
+        "dW",
+        "zero",
+        "%",
+        "sat.",
+        "%",
+    ]
+    assert [line.split()[0] for line in lines[:3]] == FORMATS.split(",")
+    assert [line.split()[1] for line in lines[:3]] == ["8", "8.25", "8"]
+    assert sum(line.count("*") for line in lines[:3]) == 3
+    assert "Y, dX, dW: products of quantised operands, of 4 of 4 calls of linear layers." in lines
+    assert any(line.startswith("fp8 keeps ") and line.endswith("at 8 bits a value.") for line in lines)
+    assert any(
+        line.startswith("hifp8 without a scale loses ") and " dB on gradients against " in line
+        for line in lines
+    )
+    worst = lines[lines.index("The worst tensors, each in the best format of its role:") + 1 :]
+    assert worst[0].split()[:3] == ["series", "role", "format"]
+    assert len(worst) == 1 + 6
+
+
+def test_json_has_the_verdict_beside_the_groups(capd: Capd, run: Path) -> None:
+    found = capd("compare", run, "--formats", FORMATS, "--json").json
+    grouped = capd("compare", run, "--formats", FORMATS, "--by", "none", "--json").json
+
+    assert [group["tensor_name"] for group in found["groups"]] == ["grad_output", "input", "weight"]
+    verdict = found["verdict"]
+    roles = {"activations": "input", "weights": "weight", "gradients": "grad_output"}
+    groups = {group["tensor_name"]: group for group in found["groups"]}
+    for one in verdict["formats"]:
+        assert set(one["roles"]) == set(roles)
+        for role, name in roles.items():
+            errors = groups[name]["errors"][one["format"]]
+            assert one["roles"][role] == {key: value for key, value in errors.items() if key != "blocks"}
+        assert set(one["products"]) == {"Y", "dX", "dW"}
+    assert verdict["best"] == {role: groups[name]["best"] for role, name in roles.items()}
+    assert verdict["calls"] == {"found": 4, "measured": 4, "left_out": 0}
+    worst = [one["sqnr_db"] for one in verdict["worst"]]
+    assert worst == sorted(worst)
+    # With --by no product is measured; nothing else differs.
+    assert grouped["verdict"] == {
+        **verdict, "calls": None, "formats": [{**one, "products": {}} for one in verdict["formats"]],
+    }  # fmt: skip
+
+
+def test_csv_has_a_row_for_each_format_on_each_role_and_product(capd: Capd, run: Path) -> None:
+    found = capd("compare", run, "--formats", FORMATS, "--csv")
+
+    rows = list(csv.DictReader(io.StringIO(found.out)))
+    assert len(rows) == 3 * 6
+    assert [row["role"] for row in rows[:6]] == ["activations", "weights", "gradients", "Y", "dX", "dW"]
+    verdict = capd("compare", run, "--formats", FORMATS, "--json").json["verdict"]
+    for row in rows:
+        [one] = [each for each in verdict["formats"] if each["format"] == row["format"]]
+        errors = {**one["roles"], **one["products"]}[row["role"]]
+        assert float(row["sqnr_db"]) == errors["sqnr_db"]
+        assert row["best"] == str(verdict["best"].get(row["role"]) == row["format"]).lower()
+
+
+def test_without_gradients_there_is_no_product_and_it_is_said(capd: Capd, run: Path) -> None:
+    found = capd("compare", run, "--formats", "mxfp8", "--tensor", "input")
+
+    assert found.out.splitlines()[0].split()[:4] == ["format", "bits", "activations", "zero"]
+    assert "No weights or gradients were measured, so nothing is said about them." in found.out
+    assert "linear layers" not in found.out
+
+
+def test_runs_together_have_no_products(capd: Capd, run: Path) -> None:
+    found = capd("compare", run.parent, "--all-runs", "--formats", "mxfp8", "--json").json
+    two = StoreWriter(run.parent)
+    two.put("two", linear_key(), bf16_bits(np.ones((4, 4))), "bfloat16", Moment())
+    two.close()
+
+    assert found["verdict"]["calls"] is not None
+    assert (
+        capd("compare", run.parent, "--all-runs", "--formats", "mxfp8", "--json").json["verdict"]["calls"]
+        is None
+    )
