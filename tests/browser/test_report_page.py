@@ -209,6 +209,26 @@ def test_the_theme_follows_the_system_until_it_is_chosen(opened: Open, page: Pat
     assert opened(page, theme="light").page.evaluate(ground) == light
 
 
+def test_the_report_opens_on_the_verdict(opened: Open, page: Path, known: tuple[Path, Values]) -> None:
+    shown = opened(page)
+    assert shown.page.locator("nav [aria-current]").inner_text() == "Summary"
+    rows = shown.page.locator(".verdict tbody tr")
+    assert rows.locator("th").all_inner_texts() == [choice.label for choice in DEFAULT_CHOICES]
+    x = torch.from_numpy(np.stack(list(known[1].values()))).bfloat16()
+    for row, choice in zip(rows.all(), DEFAULT_CHOICES, strict=True):
+        bits, level = (cell.inner_text() for cell in row.locator("td").all())
+        assert float(bits) == choice.spec.bits_per_value
+        d = torch.stack([qdq(one, choice.fmt).double() for one in x]) - x.double()
+        sqnr = 10 * torch.log10(x.double().square().sum() / d.square().sum())
+        assert float(level.split()[0]) == pytest.approx(float(sqnr), rel=5e-3)
+    assert shown.page.locator(".verdict [aria-label=best]").count() == 1
+    links = shown.page.locator("main .table a")
+    assert links.count() == 10
+    links.first.click()
+    shown.page.wait_for_selector("main .facts")
+    assert shown.page.locator("main p.path").first.inner_text()
+
+
 def test_the_overview_tells_how_much_there_is(opened: Open, page: Path, known: tuple[Path, Values]) -> None:
     values = known[1]
     shown = opened(page)
@@ -326,9 +346,9 @@ def test_a_legend_entry_hides_its_line_and_the_numbers_stand_behind_the_figure(
 @pytest.mark.slow
 def test_a_quick_report_says_what_needs_the_elements(opened: Open, quick_page: Path) -> None:
     shown = opened(quick_page, width=400)
-    for place in ("errors", "layers", "outliers", "hifp8", "overflow", "tensor/0"):
+    for place in ("summary", "errors", "layers", "outliers", "hifp8", "overflow", "tensor/0"):
         shown.go(place)
-        assert "run capd report without --quick" in shown.text(), place
+        assert "run capd report without --quick" in shown.text().lower(), place
     shown.go("distributions")
     assert shown.page.locator(".uplot canvas").count() == 1
 

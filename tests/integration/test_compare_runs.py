@@ -74,3 +74,37 @@ def test_the_error_of_a_format_is_that_of_the_captured_tensors(store: Path) -> N
         error = (qdq(x, "mxfp4").double() - x.double()).numpy()
         [group] = [group for group in found["groups"] if group["module"] == one.key.module]
         assert group["errors"]["mxfp4"]["mse"] == pytest.approx(np.square(error).mean(), rel=1e-9)
+
+
+def test_the_error_of_products_is_that_of_the_layers_products_with_quantised_operands(store: Path) -> None:
+    """X, W and dY of each call of three real nn.Linear; W is captured once an iteration."""
+    verdict = compared(store / "first.zarr", "--formats", "mxfp8,hifp8")["verdict"]
+
+    run = capd_package.open(store / "first.zarr")
+    sums = {(fmt, name): [0.0, 0.0] for fmt in ("mxfp8", "hifp8") for name in ("Y", "dX", "dW")}
+    calls = 0
+    for series in run.find(tensor_name="input"):
+        [weights] = run.find(tensor_name="weight", module=series.key.module)
+        [gradients] = run.find(tensor_name="grad_output", module=series.key.module)
+        for at in range(len(series)):
+            calls += 1
+            x, w, dy = series.torch(at).flatten(0, 1), weights.torch(at), gradients.torch(at).flatten(0, 1)
+            for fmt, axes in (("mxfp8", ({"axis": 1}, {"axis": 0})), ("hifp8", ({}, {}))):
+                rows, columns = axes
+                products = {
+                    "Y": (x @ w.T, qdq(x, fmt, **rows) @ qdq(w, fmt, **rows).T),
+                    "dX": (dy @ w, qdq(dy, fmt, **rows) @ qdq(w, fmt, **columns)),
+                    "dW": (dy.T @ x, qdq(dy, fmt, **columns).T @ qdq(x, fmt, **columns)),
+                }
+                for name, (exact, quantised) in products.items():
+                    sums[fmt, name][0] += float(exact.double().square().sum())
+                    sums[fmt, name][1] += float((exact.double() - quantised.double()).square().sum())
+    assert verdict["calls"] == {"found": calls, "measured": calls, "left_out": 0}
+    assert calls == 9
+    for one in verdict["formats"]:
+        for name, errors in one["products"].items():
+            signal, noise = sums[one["format"], name]
+            assert errors["sqnr_db"] == pytest.approx(10 * np.log10(signal / noise), rel=1e-4), (
+                one["format"],
+                name,
+            )

@@ -44,7 +44,7 @@ def gathered() -> GatheredRecords:
 
 @pytest.fixture(scope="module")
 def plain(gathered: GatheredRecords) -> dict[str, Any]:
-    return document(["run.zarr"], gathered, quick=False)
+    return document(["run.zarr"], gathered, quick=False, choices=FORMATS)
 
 
 def close(short: Any, exact: Any) -> bool:
@@ -95,6 +95,33 @@ def test_the_text_prints_the_numbers_of_the_document(plain: dict[str, Any]) -> N
     assert row("HiFP8 of", "bf16", "all")[2] == f"{use['finite']:,}"
     for one in plain["overflow"]:
         assert row("overflow of", "bf16", one["format"])[2] == f"{100 * one['above'] / one['count']:.4g}"
+
+
+def test_the_verdict_is_in_the_document_the_text_and_the_page(
+    plain: dict[str, Any], gathered: GatheredRecords
+) -> None:
+    verdict, lines = plain["verdict"], list(report_lines(plain))
+    page = page_data(plain, gathered, files=True, choices=FORMATS)
+
+    assert [one["format"] for one in verdict["formats"]] == ["mxfp8", "hifp8"]
+    assert [one["text"] for one in verdict["statements"]] == lines[lines.index("") + 1 :][
+        : len(verdict["statements"])
+    ]
+    for one, shown in zip(verdict["formats"], page["verdict"]["formats"], strict=True):
+        sqnr = one["roles"]["activations"]["sqnr_db"]
+        assert close(shown["roles"]["activations"]["sqnr_db"], sqnr)
+        [row] = [line for line in lines if line.split()[:2] == ["activations", one["format"]]]
+        assert row.split()[4] == f"{sqnr:.2f}"
+    assert [one["place"] for one in page["verdict"]["worst"]] == [
+        [series["path"] for series in page["series"]].index(one["series"]) for one in verdict["worst"]
+    ]
+
+
+def test_without_formats_there_is_no_verdict() -> None:
+    plain = document(["run.zarr"], GatheredRecords(), quick=True)
+
+    assert plain["verdict"] == {"formats": [], "best": {}, "statements": [], "worst": [], "calls": None}
+    assert not any(line.startswith("verdict") for line in report_lines(plain))
 
 
 def test_what_is_not_finite_has_a_name_in_json_and_on_the_page(plain: dict[str, Any]) -> None:

@@ -40,8 +40,8 @@ def test_the_smallest_format_near_the_best_is_named_and_the_largest_loss_with_it
     assert said(found) == [
         "fp8 keeps 31.0 dB or more on activations, weights and gradients, and no format is better there, at 8 bits a "
         "value.",
-        "hifp8 without a scale loses 10.9 dB on gradients against fp8; 40 % of the values are below its smallest normal "
-        "one.",
+        "hifp8 without a scale loses 10.9 dB on gradients against fp8; 40 % of the values are below its smallest "
+        "normal one.",
     ]
 
 
@@ -49,7 +49,8 @@ def test_what_is_behind_is_rounded_up_and_what_is_kept_down() -> None:
     found = scores({"bf16": (50.0, 50.0, 50.0), "mxfp8": (49.39, 49.39, 49.39)})
 
     assert said(found) == [
-        "mxfp8 keeps 49.3 dB or more on activations, weights and gradients, within 0.7 dB of the best, at 8.25 bits a value.",
+        "mxfp8 keeps 49.3 dB or more on activations, weights and gradients, within 0.7 dB of the best, at 8.25 "
+        "bits a value.",
         "No format is more than 0.7 dB behind the best on any role.",
     ]
 
@@ -87,8 +88,8 @@ def test_lost_values_come_first_and_a_format_that_loses_is_never_the_best() -> N
     ]
     lossy = [score("fp16", role, 60.0, lost=1) for role in (A, W, G)]
     assert said([*lossy, *found[3:]])[0] == (
-        "mxfp8 keeps 31.0 dB or more on activations, weights and gradients, and no format without lost values is better "
-        "there, at 8.25 bits a value."
+        "mxfp8 keeps 31.0 dB or more on activations, weights and gradients, and no format without lost values is "
+        "better there, at 8.25 bits a value."
     )
 
 

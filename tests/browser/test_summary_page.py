@@ -1,0 +1,92 @@
+"""The report's first page in a real browser: the sentences of the verdict, and the one colour scale of its table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from capd.analyze.format_choice import DEFAULT_CHOICES
+from capd.analyze.verdict.roles import ROLES
+from capd.analyze.verdict.score import Score
+from capd.analyze.verdict.sentences import sentence_of
+from capd.analyze.verdict.statements import Statement, statements_of
+from capd.report.document import document
+from capd.report.gather import GatheredRecords
+from capd.report.page.data import page_data
+from capd.report.page.html import page_html
+from capd.strict_json import strict_json
+from capd_client.formats.spec import spec_of
+from tests.browser.conftest import Opened
+
+Open = Callable[..., Opened]
+VERDICTS: dict[str, dict[str, tuple[float, float, float]]] = {
+    "lost": {"fp16": (11, 60, 60), "mxfp8": (31, 31, 30)},
+    "losses": {"fp8": (31.5, 31.24, 31), "hifp8": (31, 31, 20.06), "mxfp4": (18, 18, 18)},
+    "bits": {"mxfp8": (31, 31, 31), "mxfp4": (18, 18, 18)},
+    "close": {"bf16": (50, 50, 50), "mxfp8": (49.39, 49.4, 49.5)},
+    "even": {"fp8": (31, 31, 31), "mxfp8": (31, 31, 31)},
+    "exact": {"bf16": (math.inf, math.inf, math.inf), "mxfp8": (31, 31, 31)},
+    "one": {"hifp8": (31, 30, 12.34)},
+    "all lost": {"fp16": (11, 11, 11)},
+    "few": {"fp8": (31, 31, 31), "nvfp4": (20, 20, 20)},
+}
+"""SQNR on each role by format; 11 dB have lost values. nvfp4 measured fewer tensors, and none of the last role."""
+
+RULES = {
+    "keeps", "partial", "all_lose", "loses_values", "loses_db", "all_close", "uneven", "fewer", "missing",
+}  # fmt: skip
+
+
+def statements(table: dict[str, tuple[float, float, float]]) -> list[Statement]:
+    scores = [
+        Score(
+            label, spec_of(label, {}).bits_per_value, spec_of(label, {}).is_scaled, role, 9 if label == "nvfp4" else 10,
+            4096, lost=1234 if sqnr == 11 else 0, sqnr_db=sqnr, saturation_percent=9.66 if label == "mxfp8" else 0.0,
+            flush_percent=40.0 if label == "hifp8" else 0.0,
+        )
+        for label, row in table.items()
+        for role, sqnr in zip(ROLES, row, strict=True)
+        if (label, role) != ("nvfp4", ROLES[-1])
+    ]  # fmt: skip
+    return [{**one, "text": sentence_of(one)} for one in statements_of(scores)]
+
+
+def test_the_page_says_the_sentences_of_the_verdict(opened: Open, tmp_path: Path) -> None:
+    """Every rule of the verdict, in the page's own words."""
+    plain = document(["run.zarr"], GatheredRecords(), quick=False)
+    data = page_data(plain, GatheredRecords(), files=True, choices=DEFAULT_CHOICES)
+    said = [one for table in VERDICTS.values() for one in statements(table)]
+    more: list[Statement] = [{"rule": "missing", "roles": list(ROLES)}, {"rule": "partial"}]
+    said += [{**one, "text": sentence_of(one)} for one in more]
+    assert {one["rule"] for one in said} == RULES
+    some = {"format": "fp8", "bits_per_value": 8, "scaled": True, "roles": {}, "products": {}}
+    data["verdict"] = {**data["verdict"], "formats": [some], "statements": strict_json(said)}
+    out = tmp_path / "said.html"
+    out.write_bytes(page_html(data))
+
+    shown = opened(out, width=400)
+
+    assert shown.page.locator(".statements p").all_inner_texts() == [one["text"] for one in said]
+
+
+def test_a_few_tenths_of_a_db_look_alike(opened: Open, tmp_path: Path) -> None:
+    """The colour scale covers at least 6 dB: 31.2 and 31.5 dB have nearly one colour, 25 and 31 dB do not."""
+    colours = []
+    for levels in ((31.5, 31.2), (31.5, 25.5)):
+        plain = document(["run.zarr"], GatheredRecords(), quick=False)
+        data = page_data(plain, GatheredRecords(), files=True, choices=DEFAULT_CHOICES)
+        errors = {"records": 1, "lost": 0, "underflow_percent": 0, "saturation_percent": 0}
+        data["verdict"]["formats"] = [
+            {"format": "fp8", "bits_per_value": 8, "scaled": True, "products": {},
+             "roles": {role: {**errors, "sqnr_db": level} for role, level in zip(ROLES, levels, strict=False)}}
+        ]  # fmt: skip
+        out = tmp_path / f"{levels[1]}.html"
+        out.write_bytes(page_html(data))
+        shades = "cells => cells.map((cell) => cell.style.backgroundColor.match(/\\d+/g).map(Number))"
+        found = opened(out).page.locator(".verdict td[style]").evaluate_all(shades)
+        colours.append(np.abs(np.subtract(*found)).max())
+    assert colours[0] < 40 < 120 < colours[1]
