@@ -25,9 +25,9 @@ __all__ = ["MOST_CALLS", "LinearCalls", "ProductErrors", "measure_products"]
 
 MOST_CALLS = 32
 """The most calls that are measured, evenly over the modules."""
-# Larger calls are left out: their operands and quantised operands would take about eight times this.
+# Larger calls are left out: their operands and quantised operands would take about ten times this.
 _MOST_NBYTES = 256 << 20
-_WORK = 8
+_WORK = 10
 _OPERANDS = {("forward", "input"): "x", ("forward", "weight"): "weight", ("backward", "grad_output"): "dy"}
 _PLACE = ("quant_type", "rank", "stack", "layer", "module")
 

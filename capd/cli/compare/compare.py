@@ -98,7 +98,7 @@ def compare(
 
     STORE may be a directory of .pt files. 128 MiB of records are in memory at once, or one record if it is larger,
     and some 30 MiB for each worker. Matching takes some 800 bytes for each record, --records 2 KiB for each pair. The
-    products of a linear layer take eight times its operands, at most 2 GiB; larger operands are left out.
+    products of a linear layer take ten times its operands, at most 2.5 GiB; larger operands are left out.
     The guide is docs/comparing.md.
 
     \b

@@ -67,7 +67,7 @@ def report(
     leaves out quantiles, value distributions, errors and channels. Without it, every element is read once. The
     statistics of .pt files are always computed. About 128 MiB of records are in memory at once, or one record if it
     is larger. Each group with quantiles adds 60 KiB to 2 MiB. The products of a linear layer, recomputed for the
-    summary, take eight times its operands, at most 2 GiB; larger operands are left out.
+    summary, take ten times its operands, at most 2.5 GiB; larger operands are left out.
 
     A new report replaces the files of an earlier report, removes pages that it lacks, and touches nothing else;
     --force replaces any FILE.html. Each file is whole or absent. Files have mode 0600, a new directory 0700.
