@@ -1,7 +1,7 @@
 """The output directory of a command: only one command at a time writes files to it.
 
-Files are written under a temporary name first, so a file under its own name is complete. The next command removes the
-temporary files of a killed one.
+Its files are made for others, so the umask alone says who may read them. Files are written under a temporary name
+first, so a file under its own name is complete. The next command removes the temporary files of a killed one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ def directory_lock(directory: Path, busy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterator[None]:
-    """Create the directory (0700) if it is missing, hold its lock, and remove its temporary files.
+    """Create the directory if it is missing, hold its lock, and remove its temporary files.
 
     Args:
         path: The directory.
@@ -69,7 +69,7 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
     busy = f"another export or report writes to {path}; wait for it, or choose another directory"
     with contextlib.ExitStack() as stack:
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(directory_lock(path, busy))
         except OSError as error:
             if error.errno in NO_SPACE:
@@ -97,13 +97,14 @@ def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], None]) -> int:
-    """Write a new file (0600) and return its size in bytes.
+    """Write a new file, mode 0666 less the umask, and return its size in bytes.
 
     Raises:
         CapdError: The file exists.
         OSError: The file cannot be written.
     """
-    fd, temporary = tempfile.mkstemp(prefix=_EXPORT_TEMPORARY, dir=path.parent)
+    temporary = path.with_name(f"{_EXPORT_TEMPORARY}{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(fd, "wb") as file:
             write(file)

@@ -60,7 +60,7 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
     with locked_directory(out):
         for series in (one.fresh() for one in chosen):
             path = out / f"{series.path}{suffix}"
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             records = list(series.records)
             raw_nbytes = sum(_nbytes(series, record) for record in records)
             nbytes = write_new(path, partial(write, run_id=run_id, series=series, records=records))

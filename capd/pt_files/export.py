@@ -97,7 +97,7 @@ class _Export:
         """Return the directory of a quant type and the next counter in it, larger than all that are there."""
         directory = self._out / component(quant_type)
         if directory not in self._counters:
-            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(exist_ok=True)
             known = (name_parts(name) for name in os.listdir(directory))
             self._counters[directory] = max((parts.counter for parts in known if parts), default=0)
         self._counters[directory] += 1

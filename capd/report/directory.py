@@ -22,7 +22,7 @@ _HEAD_NBYTES = 512
 
 @contextlib.contextmanager
 def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
-    """Create the directory (0700) if it is missing, and lock it inside the block.
+    """Create the directory if it is missing, and lock it inside the block.
 
     Raises:
         CapdError: If it has a file of one of these names that no report wrote, or as `output_directory` raises it.
@@ -34,7 +34,7 @@ def opened(path: Path, names: Iterable[str]) -> Iterator[ReportDirectory]:
 
 
 class ReportDirectory:
-    """The directory of a report, made by `opened`. Files have mode 0600."""
+    """The directory of a report, made by `opened`. The umask gives the modes of its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class ReportDirectory:
         self.refuse_foreign([name])
         temporary = self.path / f"{_TEMPORARY}{name}"
         try:
-            new_file(temporary, [payload])
+            new_file(temporary, [payload], 0o666)
             rename(temporary, self.path / name)
         finally:
             unlink(temporary, missing_ok=True)

@@ -13,7 +13,7 @@ __all__ = ["write_single"]
 
 
 def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
-    """Write a file, mode 0600. With `replace` an existing one is replaced; it stays unchanged if this fails.
+    """Write a file, mode 0666 less the umask. With `replace` an existing one is replaced; it stays unchanged if this fails.
 
     Raises:
         CapdError: If the name is taken or the file cannot be created.
@@ -21,7 +21,7 @@ def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
     """
     temporary = path.with_name(f".capd-{os.getpid()}-{path.name}")
     try:
-        new_file(temporary, [payload])
+        new_file(temporary, [payload], 0o666)
         if replace:
             rename(temporary, path)
         else:

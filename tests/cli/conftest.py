@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def capd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         return Result(int(end.value.code or 0), out.getvalue(), err.getvalue())
 
     return call
+
+
+@pytest.fixture(params=[0o022, 0o077], ids=["umask 022", "umask 077"])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The umask of the test: one that lets others read, and one that does not."""
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
 
 
 @pytest.fixture(scope="module")

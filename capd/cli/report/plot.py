@@ -86,8 +86,8 @@ def plot(
     """Draw one figure of a run into FILE: PNG, SVG or PDF. The same records give the same bytes.
 
     STORE may be a run, a directory of runs, or a directory of .pt files. Figures need `pip install "capd[plot]"`. A
-    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent, with mode 0600. Unreadable
-    records and files are named and skipped. docs/plots.md shows how to read the figures.
+    figure of several pages becomes x_1.pdf, x_2.pdf and so on. Each file is whole or absent; the umask gives its mode.
+    Unreadable records and files are named and skipped. docs/plots.md shows how to read the figures.
 
     \b
     Kinds:

@@ -70,7 +70,7 @@ def report(
     summary, take ten times its operands, at most 2.5 GiB; larger operands are left out.
 
     A new report replaces the files of an earlier report, removes pages that it lacks, and touches nothing else;
-    --force replaces any FILE.html. Each file is whole or absent. Files have mode 0600, a new directory 0700.
+    --force replaces any FILE.html. Each file is whole or absent; the umask gives their modes.
     Unreadable records and files are named and skipped.
 
     \b

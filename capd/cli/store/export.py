@@ -71,8 +71,8 @@ def export(
       csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
                    name, rank, iteration, micro_batch, call, time_ns and value
 
-    Only parquet has the records that keep only statistics. A file has its name only once it is whole, with mode
-    0600. An interrupted export leaves whole files. A second export into the same directory starts from the
+    Only parquet has the records that keep only statistics. A file has its name only once it is whole; the umask
+    gives its mode. An interrupted export leaves whole files. A second export into the same directory starts from the
     beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
     docs/migration-files.md describes the .pt files.
 

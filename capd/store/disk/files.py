@@ -36,9 +36,9 @@ class FileSystemSyncFailed(OSError):
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file for some statements and yield its descriptor. A new file has mode 0600."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
+    """Open a file for some statements and yield its descriptor. A new file has `mode`, less the umask."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
     finally:
@@ -80,9 +80,12 @@ def replace_files(payloads: dict[Path, bytes], spool: Path) -> None:
         raise
 
 
-def new_file(path: Path, parts: Sequence[bytes]) -> int:
-    """Create a file, mode 0600, with these first bytes. Return its size. After a failure no file remains."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+def new_file(path: Path, parts: Sequence[bytes], mode: int = 0o600) -> int:
+    """Create a file with these first bytes. Return its size. After a failure no file remains.
+
+    `mode`, less the umask, is its mode. Files of a store have the default, files to be shown to others 0666.
+    """
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as fd:
         try:
             return pwrite_all(fd, parts, 0)
         except BaseException:

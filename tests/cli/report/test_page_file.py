@@ -43,13 +43,18 @@ def test_a_name_that_ends_in_html_is_one_file(capd: Capd, store: Path, tmp_path:
         "files": ["report.html"], "skipped": [],
     }  # fmt: skip
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
-    assert out.stat().st_mode & 0o777 == 0o600
     data = data_of(out)
     assert data["formats"] == ["mxfp8", "nvfp4:16x16"]
     assert len(data["series"]) == 2
 
 
 @pytest.mark.slow
+def test_the_umask_says_who_may_read_a_page(capd: Capd, store: Path, tmp_path: Path, umask: int) -> None:
+    out = tmp_path / "report.html"
+    assert capd("report", store, "-o", out, "--quick").code == 0
+    assert out.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_a_directory_has_the_same_page_beside_its_files(capd: Capd, store: Path, tmp_path: Path) -> None:
     assert capd("report", store, "-o", tmp_path / "all", "--json").code == 0
     assert capd("report", store, "-o", tmp_path / "one.html").code == 0

@@ -51,8 +51,13 @@ def test_every_kind_is_drawn_from_a_run(capd: Capd, run: Path, tmp_path: Path, k
         "kind": kind, "files": [str(out)], "records": 4, "raw_bytes": 4096, "quant_types": ["bf16"], "skipped": [],
     }  # fmt: skip
     assert matplotlib.image.imread(out).shape == (250, 300, 4)
-    assert out.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+def test_the_umask_says_who_may_look_at_a_figure(capd: Capd, run: Path, tmp_path: Path, umask: int) -> None:
+    out = tmp_path / "x.svg"
+    assert capd("plot", run, "layers", "-o", out, "--quant-type", "bf16", "--tensor", "input").code == 0
+    assert out.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_the_help_names_every_kind(capd: Capd) -> None:

@@ -198,9 +198,13 @@ def test_every_page_is_an_image_with_something_on_it(reported: Path) -> None:
         assert len(np.unique(grey)) > 20, name
 
 
-def test_files_are_their_owners_alone(reported: Path) -> None:
-    assert reported.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in reported.iterdir()} == {0o600}
+def test_the_umask_says_who_may_read_a_directory(
+    capd: Capd, known: tuple[Path, Values], tmp_path: Path, umask: int
+) -> None:
+    out = tmp_path / "out"
+    assert capd("report", known[0], "-o", out, "--quick", "--tensor", "weight", "--layer", "0").code == 0
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o666 & ~umask}
 
 
 def of_type(known: tuple[Path, Values], one: str, tensor: str | None = None) -> np.ndarray:

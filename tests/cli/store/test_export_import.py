@@ -197,12 +197,14 @@ def test_a_second_export_counts_on_and_replaces_nothing(capd: Capd, second: Path
     assert all(path.read_bytes() == content for path, content in first.items())
 
 
-def test_files_and_directories_are_their_owners_alone(capd: Capd, second: Path, tmp_path: Path) -> None:
+def test_the_umask_says_who_may_read_files_and_directories(
+    capd: Capd, second: Path, tmp_path: Path, umask: int
+) -> None:
     files = exported(capd, second, tmp_path / "files")
 
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    assert (tmp_path / "files").stat().st_mode & 0o777 == 0o700
-    assert files[0].parent.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert (tmp_path / "files").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert files[0].parent.stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_two_exports_at_once_into_one_directory_are_refused(capd: Capd, second: Path, tmp_path: Path) -> None:
