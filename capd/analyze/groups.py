@@ -88,15 +88,22 @@ class Tally:
         statistics = {name: getattr(self.stats, name) for name in STATISTICS}
         return {"records": self.records, "raw_bytes": self.raw_bytes, **statistics}
 
-    def add(self, other: Tally, *, values: bool = True, channels: bool = True) -> None:
-        """Add the records of another tally. `values` and `channels`: whether to add its distribution and channels."""
+    def add(self, other: Tally, *, values: bool = True, coarse: bool = False, channels: bool = True) -> None:
+        """Add the records of another tally.
+
+        Args:
+            other: The other tally.
+            values: Whether to add its distribution.
+            coarse: Whether to add it in few patterns (`Distribution.coarse`).
+            channels: Whether to add its channels.
+        """
         self.records += other.records
         self.raw_bytes += other.raw_bytes
         self._stats = None
         self._sum.add_sum(other._sum)
         if values and other.distribution is not None:
             self.distribution = self.distribution or Distribution()
-            self.distribution.add(other.distribution)
+            self.distribution.add(other.distribution.coarse() if coarse else other.distribution)
         for label, errors in other.errors.items():
             self.errors.setdefault(label, Errors()).add(errors)
         for size, ranges in other.ranges.items():
@@ -122,20 +129,31 @@ class Groups:
         groupings: The fields of each grouping, and whether it keeps distributions.
     """
 
-    def __init__(self, groupings: Mapping[Fields, bool], channels: Collection[Fields] = ()) -> None:
+    def __init__(
+        self,
+        groupings: Mapping[Fields, bool],
+        channels: Collection[Fields] = (),
+        coarse: Collection[Fields] = (),
+    ) -> None:
         """Begin without records.
 
         Args:
             groupings: The fields of each grouping, and whether it keeps distributions.
             channels: The groupings that keep channels, if channels are requested.
+            coarse: The groupings that keep coarse distributions.
         """
-        self.groupings, self._channels = groupings, channels
+        self.groupings, self._channels, self._coarse = groupings, channels, coarse
         self._tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = {fields: {} for fields in groupings}
 
     def add(self, grouping: Fields, values: Sequence[Value], tally: Tally) -> None:
         """Add records that have these values of the grouping's fields."""
         held = self._tallies[grouping].setdefault(tuple(values), Tally())
-        held.add(tally, values=self.groupings[grouping], channels=grouping in self._channels)
+        held.add(
+            tally,
+            values=self.groupings[grouping],
+            coarse=grouping in self._coarse,
+            channels=grouping in self._channels,
+        )
 
     def by(self, *grouping: str, **only: Value) -> dict[tuple[Value, ...], Tally]:
         """Return the groups of a grouping by their values, in order, None first.

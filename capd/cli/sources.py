@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from capd.io.items import Items
     from capd.report.gather import GatheredRecords
 
-__all__ = ["LayerBase", "SourceOptions", "Sources", "found_in", "holds_files"]
+__all__ = ["LayerBase", "SourceOptions", "Sources", "found_beside", "found_in", "holds_files"]
 
 LayerBase = Annotated[
     int,
@@ -108,6 +109,33 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
             f"no series in {', '.join(names)} matches the selection: {options.keys.why_none(keys)}"
         )
     return Sources(names, items, False, options.threads)
+
+
+def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
+    """Find the records of several runs or directories, each with its run's name before the quant type.
+
+    Raises:
+        ConfigError: If a run is given twice, or runs are mixed with directories of tensor files.
+        CapdError: As `found_in` does.
+    """
+    from capd.io.beside import beside
+
+    each = [found_in(place, options) for place in places]
+    names = [name for one in each for name in one.names]
+    if len({one.files for one in each}) > 1:
+        raise ConfigError(
+            "give runs, or directories of .pt files, not both; `capd import` reads files into a run"
+        )
+    labels = [
+        Path(one.names[0]).stem if len(one.names) == 1 else place.name
+        for one, place in zip(each, places, strict=True)
+    ]
+    if len({*labels}) < len(each):
+        labels = [", ".join(one.names) for one in each]
+    if len({*labels}) < len(each):
+        raise ConfigError(f"a run is given twice: {', '.join(names)}; name each once")
+    items = beside({label: one.items for label, one in zip(labels, each, strict=True)})
+    return Sources(names, items, each[0].files, options.threads)
 
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:

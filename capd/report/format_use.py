@@ -13,7 +13,9 @@ from capd.analyze.grids import Overflow, grids, overflow_of, severity
 from capd.analyze.groups import Groups, Value
 from capd.analyze.hif8_regimes import FINITE_CODES, Hif8Use, exponent_errors, hif8_use
 
-__all__ = ["RANGES", "exponent_numbers", "format_numbers", "hif8_numbers", "of_types", "overflow_by_type"]
+__all__ = [
+    "RANGES", "exponent_numbers", "format_numbers", "hif8_numbers", "of_types", "overflow_by_type", "overflow_numbers",
+]  # fmt: skip
 
 RANGES = ("hifp8", "e4m3", "e5m2", "e2m1", "fp16", "bf16")
 """The labels of the grids (`capd.analyze.grids`) against which values are checked."""
@@ -29,12 +31,21 @@ def of_types(groups: Groups) -> dict[Value, Distribution]:
 
 def overflow_by_type(groups: Groups) -> dict[Value, dict[str, tuple[Overflow, Overflow]]]:
     """Count the values outside of each grid by quant type: without a scale, and under one scale for the whole type."""
+    return {one: _outside(each) for one, each in of_types(groups).items()}
+
+
+def overflow_numbers(distribution: Distribution) -> list[dict[str, Any]]:
+    """Return the counts of a distribution outside of each grid: without a scale, and under one scale for all of it."""
+    return [{"format": name, **_overflow(*found)} for name, found in _outside(distribution).items()]
+
+
+def _outside(distribution: Distribution) -> dict[str, tuple[Overflow, Overflow]]:
     return {
-        one: {
-            name: (overflow_of(each, grids()[name]), overflow_of(each, grids()[name], scaled=True))
-            for name in RANGES
-        }
-        for one, each in of_types(groups).items()
+        name: (
+            overflow_of(distribution, grids()[name]),
+            overflow_of(distribution, grids()[name], scaled=True),
+        )
+        for name in RANGES
     }
 
 
@@ -49,9 +60,9 @@ def format_numbers(groups: Groups) -> dict[str, Any]:
         ],
         "error_by_exponent": exponent_numbers(whole, relative_error="relative"),
         "overflow": [
-            {"quant_type": one, "format": name, **_overflow(*found)}
-            for one, of_type in overflow_by_type(groups).items()
-            for name, found in of_type.items()
+            {"quant_type": one, **row}
+            for one, each in of_types(groups).items()
+            for row in overflow_numbers(each)
         ],
     }
 

@@ -19,7 +19,7 @@ from capd_client.protocol.key import Key, Moment
 
 __all__ = [
     "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",
-    "GROUPINGS", "GatheredRecords", "Skipped", "by_layer", "gather",
+    "COARSE_GROUPINGS", "GROUPINGS", "GatheredRecords", "Skipped", "by_layer", "gather",
 ]  # fmt: skip
 
 BY_TENSOR: Fields = ("quant_type", "tensor_name")
@@ -34,11 +34,13 @@ GROUPINGS: dict[Fields, bool] = {
     **{(name,): name != "iteration" for name in FIELDS},
     BY_TENSOR: True,
     BY_TYPE_AND_LAYER: False,
-    BY_LAYER: False,
+    BY_LAYER: True,
     BY_ITERATION: False,
     BY_SAMPLE: True,
     BY_RANK: True,
 }
+# There may be a group for each tensor of each layer, so its distribution takes some KiB.
+COARSE_GROUPINGS = frozenset({BY_LAYER})
 CHANNEL_GROUPINGS = frozenset({BY_TENSOR, BY_LAYER})
 _MOMENT = frozenset(Moment.__struct_fields__)
 
@@ -58,7 +60,7 @@ class GatheredRecords:
         emulations: The quant types and emulations that were active, None if a record does not name it.
     """
 
-    groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS))
+    groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS, COARSE_GROUPINGS))
     series: SeriesSummaries | None = None
     verdict: VerdictSums = field(default_factory=VerdictSums)
     calls: LinearCalls | None = None

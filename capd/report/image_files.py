@@ -13,7 +13,9 @@ __all__ = ["write_single"]
 
 
 def write_single(path: Path, payload: bytes, *, replace: bool) -> None:
-    """Write a file, mode 0666 less the umask. With `replace` an existing one is replaced; it stays unchanged if this fails.
+    """Write a file, mode 0666 less the umask.
+
+    With `replace` an existing file is replaced. It stays unchanged if this fails.
 
     Raises:
         CapdError: If the name is taken or the file cannot be created.

@@ -15,8 +15,8 @@ from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
-from capd.cli.sources import SourceOptions, Sources, found_in
-from capd.cli.stores import StoreArgument, default_store
+from capd.cli.sources import SourceOptions, Sources, found_beside, found_in
+from capd.cli.stores import default_store
 from capd.errors import CapdError, ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,15 @@ _FILES = (*_PAGES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 
 @grouped
 def report(
-    store: StoreArgument = None,
+    stores: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="STORE…",
+            help="A run (NAME.zarr), or a directory of runs: the newest is read. Several are shown side by side. "
+            "Default: CAPD_STORE, or store in capd.toml, or captures.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path,
         option("--out", "FILE.html|DIR", "One page, or a directory for all files.", "-o", show_default=False),
@@ -61,7 +69,8 @@ def report(
     "capd[plot]"`; without it, the other files are written and the exit code is 2.
 
     STORE may also be a directory of .pt files of tensor_saver, which are checked as by `capd import` and read in
-    place. If records share a moment, only the job's latest attempt counts.
+    place. If records share a moment, only the job's latest attempt counts. Several STOREs are shown side by side: the
+    run's name then begins each quant type, as in `exp7: bf16`.
 
     Blocked formats take most of the time; --formats none measures none. --quick reads no tensor of a run, and
     leaves out quantiles, value distributions, errors and channels. Without it, every element is read once. The
@@ -78,6 +87,7 @@ def report(
       capd report captures -o report.html
       capd report captures --run exp7 -o figures --layer 0-7
       capd report captures --all-runs -o all.html --quick
+      capd report runs/plain.zarr runs/mxfp8.zarr -o both.html
 
     \b
     Exit codes:
@@ -91,7 +101,8 @@ def report(
     one_page = out.suffix.lower() in _PAGES and not out.is_dir()
     if not one_page:
         must_name_directory(out)
-    found = found_in(default_store() if store is None else store, source)
+    places = stores or [default_store()]
+    found = found_in(places[0], source) if len(places) == 1 else found_beside(places, source)
     if one_page:
         gathered = _write_page(found, out, quick=quick, choices=wanted, force=force)
         _print_written({"file": os.fspath(out)}, [out.name], gathered, as_json)

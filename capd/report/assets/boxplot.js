@@ -2,10 +2,12 @@
 
 import { el, scroller, svg } from "./dom.js";
 import { stroke } from "./colours.js";
+import { say } from "./language.js";
 import { num } from "./numbers.js";
 
-const [HEIGHT, LEFT, BOTTOM, TOP] = [360, 76, 44, 14];
-const [NARROWEST, WIDEST, GAP, ROOM] = [14, 40, 16, 1120];
+const [HEIGHT, BOTTOM, TOP] = [360, 44, 14];
+const [NARROWEST, WIDEST, GAP, ROOM] = [14, 40, 16, 1500];
+const [TITLE, DIGIT] = [32, 7]; // the room of the axis title, and of a character of its numbers
 
 /** Linear around zero, logarithmic beyond `near`: what has a sign has no logarithm of its own. */
 export function signedLog(value, near) {
@@ -30,22 +32,24 @@ export function boxplot({ label, groups, types, log, unit }) {
   const [low, high] = least === most ? [least - 1, most + 1] : [least, most];
   const put = (value) => (log ? signedLog(value, near) : value);
   const y = (value) => TOP + ((put(high) - put(value)) / (put(high) - put(low))) * (HEIGHT - TOP - BOTTOM);
-  const room = Math.min(ROOM, innerWidth - 40) - LEFT;
+  const ticks = marks(low, high, near, log);
+  const edge = TITLE + DIGIT * Math.max(...ticks.map((mark) => num(mark).length));
+  const room = Math.min(ROOM, innerWidth - 60) - edge;
   const slot = Math.min(WIDEST, Math.max(NARROWEST, (room / groups.length - GAP) / types.length));
   const step = types.length * slot + GAP;
-  const width = Math.max(LEFT + groups.length * step + GAP, 320);
-  const node = svg("svg", { class: "boxes", width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${label}; the numbers stand in the table below` });
-  for (const mark of marks(low, high, near, log)) {
-    node.append(svg("line", { class: "grid", x1: LEFT, x2: width, y1: y(mark), y2: y(mark) }),
-      svg("text", { x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end" }, num(mark)));
+  const width = Math.max(edge + groups.length * step + GAP, 320);
+  const node = svg("svg", { class: "boxes", width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": say("{0}; the numbers stand in the table below", label) });
+  for (const mark of ticks) {
+    node.append(svg("line", { class: "grid", x1: edge, x2: width, y1: y(mark), y2: y(mark) }),
+      svg("text", { x: edge - 8, y: y(mark) + 4, "text-anchor": "end" }, num(mark)));
   }
   const every = Math.ceil(groups.length / Math.max(1, (groups.length * step) / 34));
   groups.forEach((group, place) => {
-    const left = LEFT + GAP / 2 + place * step;
+    const left = edge + GAP / 2 + place * step;
     for (const box of group.boxes) node.append(drawn(box, left + box.look * slot, slot, y, types[box.look], group.text));
     if (place % every === 0) node.append(svg("text", { x: left + (types.length * slot) / 2, y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, group.text));
   });
-  node.append(svg("text", { x: LEFT + (width - LEFT) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, "layer"),
+  node.append(svg("text", { x: edge + (width - edge) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, say("layer")),
     svg("text", { x: 14, y: (HEIGHT - BOTTOM) / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${(HEIGHT - BOTTOM) / 2})` }, unit));
   return el("div", { class: "chart" }, el("div", { class: "legend" }, types.map((text, look) => el("span", { class: "entry" }, patch(look), el("bdi", {}, text)))), scroller(label, node));
 }
@@ -63,7 +67,7 @@ function drawn(box, left, slot, y, type, layer) {
   const { colour } = stroke(box.look);
   const [middle, right] = [left + slot / 2, left + slot - 2];
   const line = (x1, x2, y1, y2, width = 1.5) => svg("line", { x1, x2, y1, y2, stroke: colour, "stroke-width": width });
-  return svg("g", {}, svg("title", {}, `${type}, layer ${layer}: median ${num(box.median)}, middle half ${num(box.q1)} to ${num(box.q3)}`),
+  return svg("g", {}, svg("title", {}, say("{0}, layer {1}: median {2}, middle half {3} to {4}", type, layer, num(box.median), num(box.q1), num(box.q3))),
     line(middle, middle, y(box.high), y(box.q3)), line(middle, middle, y(box.q1), y(box.low)),
     line(middle - slot / 4, middle + slot / 4, y(box.high), y(box.high)), line(middle - slot / 4, middle + slot / 4, y(box.low), y(box.low)),
     svg("rect", { x: left + 2, y: y(box.q3), width: slot - 4, height: Math.max(1, y(box.q1) - y(box.q3)), ...painted(box.look) }),

@@ -2,12 +2,14 @@
 
 import { el, svg } from "./dom.js";
 import { stroke, themed } from "./colours.js";
+import { say } from "./language.js";
 import { num } from "./numbers.js";
 
 /* global uPlot */
 const HEIGHT = 300;
 const MARKED = 40; // up to so many points have a marker each
 const FONT = "12px system-ui, sans-serif";
+const TICK = 10;
 const live = new Set();
 
 /** Forget the charts of the page that is left. */
@@ -28,23 +30,37 @@ function swatch(look) {
 
 function scaleRange(axis) {
   if (axis.range) return axis.range;
-  if (axis.log || !axis.zero) return undefined;
+  if (axis.log || axis.signed || !axis.zero) return undefined;
   return (plot, low, high) => [0, high > 0 ? high * 1.05 : 1];
 }
 
 /** Grid lines of a logarithmic axis: over many decades only their powers, as nine in each would be a grey band. */
 function decades(plot, marks) {
-  return marks.length > 30 ? marks.map((mark) => (mark.toExponential().startsWith("1e") ? mark : null)) : marks;
+  return marks.length > 30 ? marks.map((mark) => (mark === 0 || /^-?1e/.test(mark.toExponential()) ? mark : null)) : marks;
+}
+
+/** The room that the numbers of an upright axis need, so that its title stands beside them. */
+function room(plot, marks, place, cycle) {
+  const axis = plot.axes[place];
+  if (cycle > 1) return axis._size; // it has to come to an end
+  plot.ctx.font = axis.font[0];
+  const widest = Math.max(0, ...(marks ?? []).map((mark) => plot.ctx.measureText(mark).width));
+  return Math.ceil(TICK + axis.gap + widest / devicePixelRatio);
+}
+
+/** linear: 1, logarithmic: 3, logarithmic on either side of zero: 4, as uPlot numbers them. */
+function distribution(axis) {
+  return axis.signed ? { distr: 4, asinh: axis.signed } : { distr: axis.log ? 3 : 1 };
 }
 
 function axisOf(axis, scale, side) {
   const [colour, faint] = ["text", "grid"].map((name) => () => themed(name));
   return {
-    scale, side, label: axis.label, labelSize: 22, size: side % 2 ? 64 : 44, font: FONT, labelFont: FONT, stroke: colour,
-    grid: { show: scale !== "right", stroke: faint, width: 1, ...(axis.log ? { filter: decades } : {}) }, ticks: { stroke: faint, width: 1 },
+    scale, side, label: axis.label, labelSize: 22, size: side % 2 ? room : 44, font: FONT, labelFont: FONT, stroke: colour,
+    grid: { show: scale !== "right", stroke: faint, width: 1, ...(axis.log || axis.signed ? { filter: decades } : {}) }, ticks: { stroke: faint, width: 1 },
     values: (plot, marks) => marks.map((mark) => (mark === null ? "" : (axis.show ?? num)(mark))),
     ...(axis.whole ? { incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 1e6, 1e7, 1e8] } : {}),
-    ...(axis.log ? { space: 34 } : {}),
+    ...(axis.log || axis.signed ? { space: 34 } : {}),
   };
 }
 
@@ -60,11 +76,12 @@ function seriesOf(line, number, points) {
 }
 
 /**
- * chart({ label, x: { label, values, show?, whole? }, y: { label, log?, zero?, show? }, right?, lines }).
+ * chart({ label, x: { label, values, show?, whole? }, y: { label, log?, signed?, zero?, show? }, right?, lines }).
+ * signed: the magnitude up to which a logarithmic axis of both signs is linear.
  * lines: [{ label, values, steps?, stems?, filled?, right?, shown?, look? }], values null where there is none.
  */
 export function chart({ label, x, y, right, lines, height = HEIGHT }) {
-  const holder = el("div", { class: "plot", role: "img", "aria-label": `${label}; the numbers stand in the table below` });
+  const holder = el("div", { class: "plot", role: "img", "aria-label": say("{0}; the numbers stand in the table below", label) });
   const readout = el("p", { class: "readout", "aria-hidden": "true" }, " ");
   let plot = null;
 
@@ -77,7 +94,7 @@ export function chart({ label, x, y, right, lines, height = HEIGHT }) {
 
   function draw(width) {
     const axes = [axisOf(x, "x", 2), axisOf(y, "y", 3), ...(right ? [axisOf(right, "right", 1)] : [])];
-    const scales = { x: { time: false, range: x.range }, y: { distr: y.log ? 3 : 1, range: scaleRange(y) }, ...(right ? { right: { range: scaleRange(right) } } : {}) };
+    const scales = { x: { time: false, range: x.range }, y: { ...distribution(y), range: scaleRange(y) }, ...(right ? { right: { range: scaleRange(right) } } : {}) };
     plot = new uPlot({
       width, height, scales, axes, legend: { show: false }, cursor: { y: false, points: { size: 7 } }, hooks: { setCursor: [read] },
       series: [{}, ...lines.map((line, number) => seriesOf(line, number, x.values.length))],
@@ -96,7 +113,7 @@ export function chart({ label, x, y, right, lines, height = HEIGHT }) {
 }
 
 function legend(lines, toggled) {
-  return el("div", { class: "legend", role: "group", "aria-label": "Lines, shown or not" }, lines.map((line, number) => {
+  return el("div", { class: "legend", role: "group", "aria-label": say("Lines, shown or not") }, lines.map((line, number) => {
     const button = el("button", { type: "button", "aria-pressed": String(line.shown ?? true), click: () => {
       const on = button.getAttribute("aria-pressed") !== "true";
       button.setAttribute("aria-pressed", String(on));

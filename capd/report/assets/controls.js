@@ -1,6 +1,7 @@
 // Choices that a reader makes, and what is drawn of them.
 
 import { el } from "./dom.js";
+import { say } from "./language.js";
 
 /** What differs among values, in the order of its first mention. */
 export function distinct(values) {
@@ -8,7 +9,7 @@ export function distinct(values) {
 }
 
 /** Options of a select whose texts are those of the values. */
-export function options(values, text = (value) => (value === null ? "none" : String(value))) {
+export function options(values, text = (value) => (value === null ? say("none") : String(value))) {
   return values.map((value) => ({ value, text: text(value) }));
 }
 

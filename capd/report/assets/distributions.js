@@ -3,6 +3,7 @@
 import { chart } from "./charts.js";
 import { chosen, distinct, options } from "./controls.js";
 import { nothing, section } from "./dom.js";
+import { say } from "./language.js";
 import { count, drawable, exact, num, power } from "./numbers.js";
 import { figure, table } from "./tables.js";
 
@@ -34,7 +35,7 @@ function aligned(grid, absmax) {
 /** drawn: [{ text, exponents, absmax }]. The numbers of all of them, and the mantissa bits of the formats. */
 export function magnitudes(label, drawn, grids, { log, scaled, formats = grids.map((grid) => grid.label).slice(0, SHOWN) }) {
   const known = drawn.filter((one) => one.exponents.length > 1);
-  if (!known.length) return nothing("There is no finite value but zero.");
+  if (!known.length) return nothing(say("There is no finite value but zero."));
   const largest = Math.max(...known.map((one) => (typeof one.absmax === "number" ? one.absmax : 0)));
   const shifts = grids.map((grid) => (scaled ? aligned(grid, largest) : 0));
   const reached = grids.flatMap((grid, number) => (grid.steps.length > NARROW ? [] : [grid.steps[0][0] + shifts[number], grid.steps[grid.steps.length - 1][0] + 1 + shifts[number]]));
@@ -43,40 +44,43 @@ export function magnitudes(label, drawn, grids, { log, scaled, formats = grids.m
   const exponents = Array.from({ length: high - low + 3 }, (_, place) => low - 1 + place);
   const lines = known.map((one) => ({ label: one.text, values: shares(one, exponents, log), steps: true, filled: true }));
   const precision = grids.map((grid, number) => ({
-    label: `${grid.label} bits`, values: bits(grid, exponents, shifts[number]), steps: true, right: true, look: known.length + number, shown: formats.includes(grid.label),
+    label: say("{0} bits", grid.label), values: bits(grid, exponents, shifts[number]), steps: true, right: true, look: known.length + number, shown: formats.includes(grid.label),
   }));
-  const columns = [{ text: "from", number: true, value: (row) => row.exponent, show: power }, { text: "below", number: true, value: (row) => row.exponent + 1, show: power },
+  const columns = [{ text: say("from"), number: true, value: (row) => row.exponent, show: power }, { text: say("up to"), number: true, value: (row) => row.exponent + 1, show: power },
     ...known.map((one) => ({ text: one.text, number: true, value: (row) => counted(one, row.exponent), show: count })),
-    ...grids.map((grid, number) => ({ text: `${grid.label} bits`, number: true, value: (row) => precision[number].values[row.exponent - exponents[0]], show: num }))];
+    ...grids.map((grid, number) => ({ text: say("{0} bits", grid.label), number: true, value: (row) => precision[number].values[row.exponent - exponents[0]], show: num }))];
   const drawing = chart({
-    label, lines: [...lines, ...precision], x: { label: "magnitude |x|, by powers of two", values: exponents, show: power, whole: true },
-    y: { label: "share of non-zero values (%)", log, zero: true }, right: { label: "mantissa bits kept", range: [0, 11] },
+    label, lines: [...lines, ...precision], x: { label: say("magnitude |x|, by powers of two"), values: exponents, show: power, whole: true },
+    y: { label: say("share of non-zero values (%)"), log, zero: true }, right: { label: say("mantissa bits kept"), range: [0, 11] },
   });
-  return figure(label, "Filled: how many values have 2ᵉ ≤ |x| < 2ᵉ⁺¹. Stepped lines, right axis: how many mantissa bits a format keeps there; where it has no line, values overflow (right) or become zero (left). Press a legend entry to show or hide its line.",
+  return figure(label, say("Filled: how many values have 2ᵉ ≤ |x| < 2ᵉ⁺¹. Stepped lines, right axis: how many mantissa bits a format keeps there; where it has no line, values overflow (right) or become zero (left). Press a legend entry to show or hide its line."),
     drawing, () => table(label, columns, exponents.slice(1, -1).map((exponent) => ({ exponent }))));
 }
 
-export const SCALE_CONTROLS = [
-  { name: "log", label: "share axis", options: [{ value: false, text: "linear" }, { value: true, text: "logarithmic" }] },
-  { name: "scaled", label: "formats", options: [{ value: false, text: "unscaled" }, { value: true, text: "one scale: largest on largest" }] },
-];
+/** The choices of a histogram's axes. */
+export function scaleControls() {
+  return [
+    { name: "log", label: say("share axis"), options: [{ value: false, text: say("linear") }, { value: true, text: say("logarithmic") }] },
+    { name: "scaled", label: say("formats"), options: [{ value: false, text: say("unscaled") }, { value: true, text: say("one scale: largest on largest") }] },
+  ];
+}
 
 function ranges(data) {
-  const columns = [{ text: "format", value: (row) => row.label }, { text: "largest", number: true, value: (row) => row.largest, show: exact },
-    { text: "smallest normal", number: true, value: (row) => row.normal, show: exact }, { text: "smallest", number: true, value: (row) => row.smallest, show: exact },
-    { text: "binades", number: true, value: (row) => row.steps.length }];
-  return table("Ranges of the formats, unscaled", columns, data.grids);
+  const columns = [{ text: say("format"), value: (row) => row.label }, { text: say("largest"), number: true, value: (row) => row.largest, show: exact },
+    { text: say("smallest normal"), number: true, value: (row) => row.normal, show: exact }, { text: say("smallest"), number: true, value: (row) => row.smallest, show: exact },
+    { text: say("binades"), number: true, value: (row) => row.steps.length }];
+  return table(say("Ranges of the formats, unscaled"), columns, data.grids);
 }
 
 export function distributions(data) {
-  if (!data.distributions.length) return section("Distributions", null, nothing("There is no record with statistics."));
+  if (!data.distributions.length) return section(say("Distributions"), null, nothing(say("There is no record with statistics.")));
   const names = options(distinct(data.distributions.map((one) => one.tensor_name)));
   return [
-    section("Distributions", "Where the values of a tensor lie, all layers and ranks together, one line for each quant type. The histogram is of log2|x|, so equal widths are equal factors.",
-      chosen([{ name: "tensor", label: "tensor", options: names }, ...SCALE_CONTROLS], ({ tensor, ...look }) => {
+    section(say("Distributions"), say("Where the values of a tensor lie, all layers and ranks together, one line for each quant type. The histogram is of log2|x|, so equal widths are equal factors."),
+      chosen([{ name: "tensor", label: say("tensor"), options: names }, ...scaleControls()], ({ tensor, ...look }) => {
         const own = data.distributions.filter((one) => one.tensor_name === tensor);
-        return magnitudes(`Magnitudes of ${tensor}`, own.map((one) => ({ ...one, text: String(one.quant_type) })), data.grids, look);
+        return magnitudes(say("Magnitudes of {0}", tensor), own.map((one) => ({ ...one, text: String(one.quant_type) })), data.grids, look);
       })),
-    section("Formats", "bits is the width of the mantissa that is stored: a format with b bits has a relative step of 2⁻ᵇ.", ranges(data)),
+    section(say("Formats"), say("bits is the width of the mantissa that is stored: a format with b bits has a relative step of 2⁻ᵇ."), ranges(data)),
   ];
 }

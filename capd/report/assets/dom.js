@@ -1,6 +1,9 @@
 // Elements out of plain values. Text becomes text nodes alone, so that a name from a store is never markup.
 
+import { say } from "./language.js";
+
 const SVG = "http://www.w3.org/2000/svg";
+const [LONG, TAIL] = [24, 12]; // characters of a name that may be shortened, and of its end, which is always seen
 
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,9 +25,20 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** A name from the store, which may be of any script and direction: it cannot turn the text around it. */
+/**
+ * A name from the store, which may be of any script and direction: it cannot turn the text around it. A long one is two
+ * parts, of which a table shortens the first, so that the middle is left out. The whole is its title.
+ */
 export function named(text) {
-  return el("bdi", { class: "name" }, text === null ? "–" : String(text));
+  const letters = [...(text === null || text === undefined ? "–" : String(text))];
+  if (letters.length <= LONG) return el("bdi", { class: "name" }, letters.join(""));
+  const [head, tail] = [letters.slice(0, -TAIL), letters.slice(-TAIL)].map((part) => part.join(""));
+  return el("bdi", { class: "name long", title: letters.join("") }, el("span", { class: "head" }, head), el("span", { class: "tail" }, tail));
+}
+
+/** A sentence from the store or its reader, such as a reason: it wraps. */
+export function phrase(text) {
+  return el("bdi", { class: "phrase" }, text === null || text === undefined ? "–" : String(text));
 }
 
 /** Several things that have one direction of reading, side by side where there is room. */

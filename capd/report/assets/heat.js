@@ -2,6 +2,7 @@
 
 import { el, scroller } from "./dom.js";
 import { ink, shade } from "./colours.js";
+import { say } from "./language.js";
 import { num } from "./numbers.js";
 
 const STEPS = 24;
@@ -23,22 +24,33 @@ function fences(values) {
   return [few((value) => value < low) ? Math.max(least, low) : least, few((value) => value > high) ? Math.min(most, high) : most];
 }
 
-/** The legend of a colour scale from low to high. */
-export function key(scale, [low, high], values, unit) {
-  if (low === high) return el("div", { class: "key" }, `all ${num(low)} ${unit}`);
+/** At least `least` apart, so that small differences look small. */
+function widened([low, high], least) {
+  const missing = Math.max(0, (least - (high - low)) / 2);
+  return [low - missing, high + missing];
+}
+
+/** A colour scale between the texts of its ends. */
+export function scaleKey(scale, low, high) {
   const bar = el("span", { class: "bar", "aria-hidden": "true" });
   bar.style.background = `linear-gradient(to right, ${Array.from({ length: STEPS }, (_, step) => css(shade(scale, step / (STEPS - 1)))).join(",")})`;
-  return el("div", { class: "key" }, `${Math.min(...values) < low ? "≤ " : ""}${num(low)}`, bar, `${Math.max(...values) > high ? "≥ " : ""}${num(high)} ${unit}`);
+  return el("div", { class: "key" }, low, bar, high);
+}
+
+/** The legend of a colour scale from low to high. */
+export function key(scale, [low, high], values, unit) {
+  if (low === high) return el("div", { class: "key" }, say("all {0} {1}", num(low), unit));
+  return scaleKey(scale, `${Math.min(...values) < low ? "≤ " : ""}${num(low)}`, `${Math.max(...values) > high ? "≥ " : ""}${num(high)} ${unit}`);
 }
 
 /**
  * rows and columns: [{ value, text: node or text }]; number(row value, column value) → number, name of one, or null for
- * none; what is not finite is written without colour.
+ * none; what is not finite is written without colour. least: how far apart the ends of the colours are at least.
  */
-export function heat({ label, corner, rows, columns, number, scale, unit }) {
+export function heat({ label, corner, rows, columns, number, scale, unit, least = 0 }) {
   const cells = rows.map((row) => columns.map((column) => number(row.value, column.value)));
   const finite = cells.flat().filter((value) => typeof value === "number");
-  const [low, high] = fences(finite);
+  const [low, high] = widened(fences(finite), least);
   const drawn = (value) => {
     const cell = el("td", { class: "number" }, num(value));
     if (typeof value === "number") {

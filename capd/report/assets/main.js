@@ -1,11 +1,13 @@
-// The page: where its address leads, and its theme.
+// The page: where its address leads, its theme and its language.
 
 import { dropCharts, redrawCharts } from "./charts.js";
 import { distributions } from "./distributions.js";
 import { el, named } from "./dom.js";
 import { errors } from "./errors.js";
 import { hifp8 } from "./hifp8.js";
-import { boxes, outliers, trends } from "./layers.js";
+import { LANGUAGES, say, speak, systemLanguage, word } from "./language.js";
+import { boxes, trends } from "./layers.js";
+import { outliers } from "./outliers.js";
 import { overflow } from "./overflow.js";
 import { overview } from "./overview.js";
 import { summary } from "./summary.js";
@@ -13,14 +15,13 @@ import { tensor, tensors } from "./tensors.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const PAGES = {
-  summary: ["Summary", summary], overview: ["Overview", overview], errors: ["Errors", errors], distributions: ["Distributions", distributions], layers: ["Layers", boxes], outliers: ["Outliers", outliers],
-  iterations: ["Iterations", trends], hifp8: ["HiFP8", hifp8], overflow: ["Overflow", overflow], tensors: ["Tensors", tensors],
+  summary: [word("Summary"), summary], overview: [word("Overview"), overview], errors: [word("Errors"), errors], distributions: [word("Distributions"), distributions], layers: [word("Layers"), boxes], outliers: [word("Outliers"), outliers],
+  iterations: [word("Iterations"), trends], hifp8: [word("HiFP8"), hifp8], overflow: [word("Overflow"), overflow], tensors: [word("Tensors"), tensors],
 };
-const THEMES = { auto: "◐ as the system", light: "☀ light", dark: "☾ dark" };
-const STORED = "capd-report-theme";
+const THEMES = { auto: word("◐ as the system"), light: word("☀ light"), dark: word("☾ dark") };
 
-const main = document.querySelector("main");
-const menu = el("nav", { class: "pages", "aria-label": "Pages of the report" }, Object.entries(PAGES).map(([name, [text]]) => el("a", { href: `#${name}` }, text)));
+const [main, header, skip] = ["main", "header", "a.skip"].map((found) => document.querySelector(found));
+const chosen = { theme: stored("theme", "auto", THEMES), language: stored("language", systemLanguage(), LANGUAGES) };
 
 function show(focus) {
   const [name, place] = location.hash.slice(1).split("/");
@@ -31,26 +32,43 @@ function show(focus) {
   const nodes = current === "tensor" ? tensor(data, Number(place ?? 0)) : PAGES[current][1](data);
   main.replaceChildren(...[nodes].flat(Infinity).filter(Boolean));
   const marked = current === "tensor" ? "tensors" : current;
-  menu.querySelectorAll("a").forEach((link) => (link.hash === `#${marked}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current")));
+  header.querySelectorAll("nav a").forEach((link) => (link.hash === `#${marked}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current")));
   if (focus) { main.focus({ preventScroll: true }); scrollTo(0, 0); }
 }
 
-function stored(theme) {
+function stored(name, otherwise, known) {
   try {
-    if (theme) localStorage.setItem(STORED, theme);
-    return localStorage.getItem(STORED);
+    const found = localStorage.getItem(`capd-report-${name}`);
+    return Object.hasOwn(known, found ?? "") ? found : otherwise;
   } catch { // a browser that keeps nothing for local files
-    return theme;
+    return otherwise;
   }
 }
 
-function themeSwitch() {
-  const set = (theme) => { document.documentElement.dataset.theme = theme; };
-  const first = Object.hasOwn(THEMES, stored()) ? stored() : "auto";
-  const node = el("select", { "aria-label": "theme", change: () => { const theme = Object.keys(THEMES)[node.selectedIndex]; stored(theme); set(theme); show(false); } }, Object.values(THEMES).map((text) => el("option", {}, text)));
-  node.selectedIndex = Object.keys(THEMES).indexOf(first);
-  set(first);
-  return el("label", { class: "theme" }, "theme ", node);
+function store(name, value) {
+  try { localStorage.setItem(`capd-report-${name}`, value); } catch { /* the choice lasts as long as the page */ }
+}
+
+/** A choice of the reader for all pages, kept by the browser. */
+function kept(name, label, texts) {
+  const node = el("select", { "aria-label": label, change: () => {
+    chosen[name] = Object.keys(texts)[node.selectedIndex];
+    store(name, chosen[name]);
+    draw();
+    header.querySelector(`[name=${name}]`).focus();
+  }, name }, Object.values(texts).map((text) => el("option", {}, say(text))));
+  node.selectedIndex = Object.keys(texts).indexOf(chosen[name]);
+  return el("label", { class: "kept" }, `${label} `, node);
+}
+
+/** Draw the header and the page in the theme and the language that are chosen. */
+function draw() {
+  document.documentElement.dataset.theme = chosen.theme;
+  speak(chosen.language);
+  skip.textContent = say("Skip to the content");
+  const menu = el("nav", { class: "pages", "aria-label": say("Pages of the report") }, Object.entries(PAGES).map(([name, [text]]) => el("a", { href: `#${name}` }, say(text))));
+  header.replaceChildren(el("h1", {}, el("span", {}, "capd report "), named(data.title)), el("div", { class: "choices" }, kept("language", say("language"), LANGUAGES), kept("theme", say("theme"), THEMES)), menu);
+  show(false);
 }
 
 /** Paper is light whatever the screen is; what the reader chose on the page stays. */
@@ -62,8 +80,7 @@ function printLight() {
 }
 
 printLight();
-document.querySelector("header").append(el("h1", {}, el("span", {}, "capd report "), named(data.title)), themeSwitch(), menu);
-document.querySelector("a.skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); }); // its address is no page
+skip.addEventListener("click", (event) => { event.preventDefault(); main.focus(); }); // its address is no page
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(false));
 addEventListener("hashchange", () => show(true));
-show(false);
+draw();

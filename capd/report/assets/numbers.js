@@ -1,5 +1,7 @@
 // Numbers as people read them: the document holds four digits, so four are shown.
 
+import { say } from "./language.js";
+
 const GROUPED = new Intl.NumberFormat("en-US");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹";
@@ -54,5 +56,5 @@ export function drawable(value, log = false) {
 }
 
 export function layerText(layer) {
-  return layer === null ? "no layer" : String(layer);
+  return layer === null ? say("no layer") : String(layer);
 }

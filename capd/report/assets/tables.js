@@ -1,6 +1,7 @@
 // Tables: sorted by any column, turned page by page, numbers to the right.
 
 import { el, scroller } from "./dom.js";
+import { say } from "./language.js";
 import { count } from "./numbers.js";
 
 const ROWS = 50;
@@ -20,7 +21,7 @@ export function table(label, columns, rows) {
   const body = el("tbody");
   const place = el("span", { class: "place", role: "status" });
   const turn = (text, step) => el("button", { type: "button", click: () => { first += step; fill(); } }, text);
-  const [back, on] = [turn("← Back", -ROWS), turn("More →", ROWS)];
+  const [back, on] = [turn(say("← Back"), -ROWS), turn(say("More →"), ROWS)];
   const heads = columns.map((column, number) => el("th", { scope: "col", class: column.number ? "number" : null },
     el("button", { type: "button", click: () => sort(number) }, column.text)));
 
@@ -40,7 +41,7 @@ export function table(label, columns, rows) {
       return el("td", { class: column.number ? "number" : null }, column.show ? column.show(value, row) : String(value ?? "–"));
     }))));
     [back.disabled, on.disabled] = [first === 0, first + ROWS >= sorted.length];
-    place.textContent = `${count(Math.min(first + 1, sorted.length))} to ${count(Math.min(first + ROWS, sorted.length))} of ${count(sorted.length)}`;
+    place.textContent = say("{0} to {1} of {2}", count(Math.min(first + 1, sorted.length)), count(Math.min(first + ROWS, sorted.length)), count(sorted.length));
   }
 
   fill();
@@ -52,6 +53,6 @@ export function table(label, columns, rows) {
 export function figure(title, note, drawing, numbers) {
   const details = numbers && el("details", { toggle: () => {
     if (details.open && details.children.length === 1) details.append(numbers());
-  } }, el("summary", {}, `Numbers of “${title}”`));
+  } }, el("summary", {}, say("Numbers of “{0}”", title)));
   return el("figure", { "aria-label": title }, el("figcaption", {}, el("h3", {}, title), note ? el("p", {}, note) : null), drawing, details);
 }

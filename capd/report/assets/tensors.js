@@ -1,74 +1,95 @@
 // All tensors, found by name, rank, layer and type; and a page for each.
 
 import { chosen, distinct, options } from "./controls.js";
-import { magnitudes, SCALE_CONTROLS } from "./distributions.js";
+import { magnitudes, scaleControls } from "./distributions.js";
 import { el, named, nothing, section } from "./dom.js";
-import { errorColumns, errorRows, QUICK } from "./errors.js";
-import { overIterations } from "./layers.js";
+import { errorColumns, errorRows, metricText, QUICK } from "./errors.js";
+import { say, word } from "./language.js";
+import { axisControl, isLogarithmic, overIterations } from "./layers.js";
 import { count, layerText, nbytes, num } from "./numbers.js";
+import { seriesPath } from "./outliers.js";
+import { recipeText } from "./recipe.js";
+import { spreadOver } from "./spread.js";
 import { table } from "./tables.js";
 
-const FILTERS = [["quant_type", "quant type"], ["rank", "rank"], ["layer", "layer"], ["layer_type", "layer type"], ["tensor_name", "tensor"]];
-const ANY = { value: undefined, text: "any" };
-const STATISTICS = ["count", "zero", "nan", "inf", "mean", "std", "min", "max", "absmax"];
-const WHERE = ["quant_type", "rank", "layer", "phase", "layer_type", "operation", "component", "tensor_name", "module", "stack", "dtype"];
-
-export function seriesPath(place) {
-  return `#tensor/${place}`;
-}
+const FILTERS = { quant_type: word("quant type"), rank: word("rank"), layer: word("layer"), layer_type: word("layer type"), tensor_name: word("tensor") };
+const COUNTS = [word("count"), word("zero"), "nan", "inf"];
+const STATISTICS = [word("mean"), word("std"), word("min"), word("max"), word("absmax")];
+const WHERE = { ...FILTERS, phase: word("phase"), operation: word("operation"), component: word("component"), module: word("module"), stack: word("stack"), dtype: word("dtype") };
 
 function row(text, name, show) {
-  return { text, number: true, value: (one) => one[name], show };
+  return { text: say(text), number: true, value: (one) => one[name], show };
+}
+
+/** The name of a series where its quant type, rank and layer stand beside it: its module, or its path if it has none. */
+function shortName(one) {
+  return one.module ? [one.module, one.operation, one.tensor_name].filter(Boolean).join(".") : one.path;
 }
 
 export function tensors(data) {
   const all = data.series.map((one, place) => ({ ...one, place, words: [one.path, one.module, one.tensor_name, one.quant_type, one.dtype].join(" ").toLowerCase() }));
   const out = el("div", { class: "drawn" });
   let [words, kept] = [[], all];
-  const columns = [{ text: "tensor", value: (one) => one.path, show: (path, one) => el("a", { href: seriesPath(one.place) }, named(path)) }, { text: "quant type", value: (one) => one.quant_type, show: named },
-    row("rank", "rank", num), row("layer", "layer", layerText), { text: "dtype", value: (one) => one.dtype }, row("records", "records", count), row("mean", "mean", num), row("std", "std", num), row("max |x|", "absmax", num),
-    ...data.formats.map((format) => ({ text: `${format} SQNR (dB)`, number: true, value: (one) => one.errors[format]?.[0], show: num }))];
+  const columns = [{ text: say("tensor"), value: shortName, show: (name, one) => el("a", { href: seriesPath(one.place), title: one.path }, named(name)) }, { text: say("quant type"), value: (one) => one.quant_type, show: named },
+    row(word("rank"), "rank", num), row(word("layer"), "layer", layerText), { text: say("dtype"), value: (one) => one.dtype }, row(word("records"), "records", count), row(word("mean"), "mean", num), row(word("std"), "std", num), row(word("max |x|"), "absmax", num),
+    ...data.formats.map((format) => ({ text: say("{0} SQNR (dB)", format), number: true, value: (one) => one.errors[format]?.[0], show: num }))];
   const fill = () => {
-    const found = kept.filter((one) => words.every((word) => one.words.includes(word)));
-    out.replaceChildren(el("p", { class: "fact", role: "status" }, `${count(found.length)} of ${count(all.length)} series`), found.length ? table("Series", columns, found) : nothing("Nothing matches: shorten the search, or set a filter back to any."));
+    const found = kept.filter((one) => words.every((each) => one.words.includes(each)));
+    out.replaceChildren(el("p", { class: "fact", role: "status" }, say("{0} of {1} series", count(found.length), count(all.length))), found.length ? table(say("Series"), columns, found) : nothing(say("Nothing matches: shorten the search, or set a filter back to any.")));
   };
-  const search = el("input", { type: "search", "aria-label": "Search names", placeholder: "words of a name", input: () => { words = search.value.toLowerCase().split(/\s+/).filter(Boolean); fill(); } });
-  const filters = chosen(FILTERS.map(([name, label]) => ({ name, label, options: [ANY, ...options(distinct(all.map((one) => one[name])))] })), (values) => {
-    kept = all.filter((one) => FILTERS.every(([name]) => values[name] === undefined || one[name] === values[name]));
+  const search = el("input", { type: "search", "aria-label": say("Search names"), placeholder: say("words of a name"), input: () => { words = search.value.toLowerCase().split(/\s+/).filter(Boolean); fill(); } });
+  const any = { value: undefined, text: say("any") };
+  const filters = chosen(Object.entries(FILTERS).map(([name, label]) => ({ name, label: say(label), options: [any, ...options(distinct(all.map((one) => one[name])))] })), (values) => {
+    kept = all.filter((one) => Object.keys(FILTERS).every((name) => values[name] === undefined || one[name] === values[name]));
     fill();
     return [];
   });
-  const more = data.series_total > all.length ? el("p", { class: "note" }, `${count(data.series_total - all.length)} more series are in the groups of the other pages, but have no page of their own.`) : null;
-  return section("Tensors", "A series is one tensor of one module on one rank. Press a column's name to sort by it.", more, el("div", { class: "controls" }, el("label", { class: "control" }, "search ", search)), filters, out);
+  const more = data.series_total > all.length ? el("p", { class: "note" }, say("{0} more series are in the groups of the other pages, but have no page of their own.", count(data.series_total - all.length))) : null;
+  return section(say("Tensors"), say("A series is one tensor of one module on one rank. Press a column's name to sort by it."), more, el("div", { class: "controls" }, el("label", { class: "control" }, say("search"), " ", search)), filters, out);
 }
 
 function facts(pairs) {
   return el("dl", { class: "facts" }, pairs.map(([text, value]) => el("div", {}, el("dt", {}, text), el("dd", {}, value))));
 }
 
-/** The page of one series. */
-export function tensor(data, place) {
-  const one = data.series[place];
-  if (!one) return section("No such tensor", null, nothing("This report has no page of that number; look among Tensors."));
+function identity(data, one, place) {
   const turn = (text, to) => (data.series[to] ? el("a", { href: seriesPath(to) }, text) : el("span", {}));
-  const label = "Magnitudes of its values";
-  const drawn = [{ ...one, text: String(one.tensor_name) }];
-  const names = { quant_type: "quant type", layer_type: "layer type", tensor_name: "tensor" };
-  const where = WHERE.filter((name) => one[name] !== null && one[name] !== undefined && one[name] !== "");
+  const known = Object.entries(WHERE).filter(([name]) => one[name] !== null && one[name] !== undefined && one[name] !== "");
+  return section(named(one.tensor_name), null, el("p", { class: "path" }, named(one.path)), el("nav", { class: "turning", "aria-label": say("Other tensors") }, turn(say("← previous"), place - 1), el("a", { href: "#tensors" }, say("all")), turn(say("next →"), place + 1)),
+    facts([...known.map(([name, text]) => [say(text), named(one[name])]), [say("shape"), one.shape ? one.shape.join(" × ") || say("scalar") : "–"], [say("records"), count(one.records)], [say("raw"), nbytes(one.raw_bytes)]]),
+    el("p", { class: "path", title: one.emulation }, say("Emulation"), ": ", recipeText(one.emulation)));
+}
+
+function statistics(data, one) {
+  const columns = data.quantiles.map((quantile, number) => ({ text: String(quantile), number: true, value: (row) => row[number], show: num }));
+  return section(say("Statistics"), say("Over all of its records; std is √(Σ(x − mean)² / N) over finite values."), facts([...COUNTS.map((name) => [say(name), count(one[name])]), ...STATISTICS.map((name) => [say(name), num(one[name])])]),
+    one.quantiles ? table(say("Quantiles of the finite values"), columns, [one.quantiles]) : nothing(data.quick ? say(QUICK) : say("Quantiles: its records do not lie together, so they were not kept.")));
+}
+
+function errorsOf(data, one) {
+  const found = Object.keys(one.errors).length ? table(say("Errors by format"), errorColumns(data), errorRows(data, one.errors)) : nothing(say("Its values are not of high precision, or were not measured (see Overview, Left out)."));
+  return section(say("Error of each format"), say("Of its values, had they been put into the format after the fact."), data.quick ? nothing(say(QUICK)) : found);
+}
+
+function records(one) {
   const moments = one.moments;
   const repeated = new Set(moments.iteration).size < moments.iteration.length || moments.iteration.includes(null);
   const at = repeated ? moments.iteration.map((_, number) => number * one.moments_step) : moments.iteration;
-  const columns = [{ text: "iteration", number: true, value: (row) => moments.iteration[row], show: count }, { text: "micro-batch", number: true, value: (row) => moments.micro_batch[row], show: count }, ...["mean", "std", "absmax"].map((name) => ({ text: name, number: true, value: (row) => moments[name][row], show: num }))];
+  const step = repeated ? say("record") : say("iteration");
+  const spread = repeated ? { ...one.spread, iteration: one.spread.shares.map((_, number) => number * one.moments_step * Math.ceil(at.length / one.spread.shares.length)) } : one.spread;
+  const columns = [{ text: say("iteration"), number: true, value: (row) => moments.iteration[row], show: count }, { text: say("micro-batch"), number: true, value: (row) => moments.micro_batch[row], show: count }, ...["mean", "std", "absmax"].map((name) => ({ text: say(name), number: true, value: (row) => moments[name][row], show: num }))];
+  const drawn = chosen([{ name: "what", label: say("statistic"), options: options(["std", "mean", "absmax"], say) }, axisControl()], ({ what, axis }) => overIterations(say("{0} over its records", metricText(what)), metricText(what), [{ text: metricText(what), at, values: moments[what] }], { step, log: isLogarithmic(axis, one.tensor_name), behind: false }));
+  return section(say("Over its records"), one.moments_step > 1 ? say("Every {0}th record is drawn.", count(one.moments_step)) : null,
+    at.length > 1 ? [drawn, spreadOver(say("Magnitudes of its values, record by record"), spread, step)] : null, table(say("Records"), columns, moments.mean.map((_, number) => number)));
+}
+
+/** The page of one series. */
+export function tensor(data, place) {
+  const one = data.series[place];
+  if (!one) return section(say("No such tensor"), null, nothing(say("This report has no page of that number; look among Tensors.")));
   return [
-    section(named(one.tensor_name), null, el("p", { class: "path" }, named(one.path)), el("nav", { class: "turning", "aria-label": "Other tensors" }, turn("← previous", place - 1), el("a", { href: "#tensors" }, "all"), turn("next →", place + 1)),
-      facts([...where.map((name) => [names[name] ?? name, named(one[name])]), ["shape", one.shape ? one.shape.join(" × ") || "scalar" : "–"], ["records", count(one.records)], ["raw", nbytes(one.raw_bytes)]]),
-      el("p", { class: "path" }, "emulation: ", one.emulation === null ? "not said" : named(one.emulation))),
-    section("Statistics", "Over all of its records; std is √(Σ(x − mean)² / N) over finite values.", facts(STATISTICS.map((name, number) => [name, (number < 4 ? count : num)(one[name])])),
-      one.quantiles ? table("Quantiles of the finite values", data.quantiles.map((quantile, number) => ({ text: String(quantile), number: true, value: (row) => row[number], show: num })), [one.quantiles]) : nothing(data.quick ? `Quantiles: ${QUICK}` : "Quantiles: its records do not lie together, so they were not kept.")),
-    section("Histogram", null, chosen(SCALE_CONTROLS, (look) => magnitudes(label, drawn, data.grids, look))),
-    section("Error of each format", "Of its values, had they been put into the format after the fact.", data.quick ? nothing(QUICK) : Object.keys(one.errors).length ? table("Errors by format", errorColumns(data), errorRows(data, one.errors)) : nothing("Its values are not of high precision, or were not measured (see Overview, Left out).")),
-    section("Over its records", one.moments_step > 1 ? `Every ${count(one.moments_step)}th record is drawn.` : null,
-      at.length > 1 ? chosen([{ name: "what", label: "statistic", options: options(["std", "mean", "absmax"]) }], ({ what }) => overIterations(`${what} over its records`, what, [{ text: what, at, values: moments[what] }], repeated ? "record" : "iteration", false)) : null,
-      table("Records", columns, moments.mean.map((_, number) => number))),
+    identity(data, one, place), statistics(data, one),
+    section(say("Histogram"), null, chosen(scaleControls(), (look) => magnitudes(say("Magnitudes of its values"), [{ ...one, text: String(one.tensor_name) }], data.grids, look))),
+    errorsOf(data, one), records(one),
   ];
 }

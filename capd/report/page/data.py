@@ -12,6 +12,7 @@ from capd.report.document import grouped
 from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
 from capd.report.page.format_data import grids_data, hif8_data
 from capd.report.page.group_data import (
+    Notes,
     boxes_data,
     cells_data,
     channels_data,
@@ -19,6 +20,8 @@ from capd.report.page.group_data import (
     hif8_groups,
     iterations_data,
     nonfinite_data,
+    overflow_data,
+    tensor_boxes_data,
 )
 from capd.report.page.ledger import ledger_data
 from capd.report.page.plain import METRICS, NUMBERS, picked, quantiles_of, rounded
@@ -44,7 +47,7 @@ def page_data(
         choices: The formats whose errors were measured.
     """
     groups, sources = gathered.groups, plain["sources"]
-    notes: list[str] = []
+    notes: Notes = []
     series = series_data(gathered.series, notes)
     return {
         "format": 1,
@@ -69,12 +72,14 @@ def page_data(
         "distributions": distributions_data(plain),
         "grids": grids_data(),
         "boxes": boxes_data(groups),
+        "tensor_boxes": tensor_boxes_data(plain, notes),
         "channels": channels_data(groups, notes),
         "iterations": iterations_data(groups, notes),
         "scalars": scalars_data(plain, notes),
         "hifp8": hif8_data(groups),
         "hifp8_groups": hif8_groups(plain),
         "overflow": rounded(plain["overflow"]),
+        "tensor_overflow": overflow_data(groups),
         "nonfinite": nonfinite_data(plain),
         **series,
         "notes": notes,
@@ -97,5 +102,5 @@ def _type(plain: dict[str, Any], gathered: GatheredRecords, row: dict[str, Any])
         "layers": number(BY_RANK, "layer"),
         "ranks": number(BY_RANK, "rank"),
         "iterations": number(BY_ITERATION, "iteration"),
-        "emulation": "; ".join(text or "not said" for text in emulations) if any(emulations) else None,
+        "emulations": emulations,
     }

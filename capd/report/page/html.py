@@ -36,7 +36,8 @@ _PAGE = """<!doctype html>
 <a class="skip" href="#">Skip to the content</a>
 <header></header>
 <main tabindex="-1"></main>
-<noscript>This report draws itself: allow scripts for this file. It loads nothing from anywhere.</noscript>
+<noscript>This report draws itself: allow scripts for this file. It loads nothing from anywhere.
+这份报告由脚本绘制：请允许此文件运行脚本。它不从任何地方加载内容。</noscript>
 <!-- {licence} -->
 <script type="application/json" id="data">{data}</script>
 <script>{chart}</script>

@@ -16,13 +16,13 @@ def ledger_data(source: str) -> dict[str, Any]:
         totals = open_store(source).totals()
     except StoreError as error:
         found: dict[str, Any] = dict.fromkeys(("offered", "committed", "in_flight"))
-        return {"source": source, **found, "dropped": {}, "note": str(error)}
-    note = None if totals.clean else "a kill cut off the last second of some rank's counters"
+        return {"source": source, **found, "dropped": {}, "clean": True, "note": str(error)}
     return {
         "source": source,
         "offered": totals.offered,
         "committed": totals.committed,
         "in_flight": totals.in_flight,
         "dropped": dict(totals.dropped),
-        "note": note,
+        "clean": totals.clean,
+        "note": None,
     }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capd.analyze.groups import STATISTICS
+from capd.report.binades import exponent_counts
 from capd.strict_json import json_number
 
 __all__ = ["METRICS", "NUMBERS", "errors_of", "exponents_of", "picked", "quantiles_of", "rounded"]
@@ -27,7 +28,6 @@ NUMBERS = ("records", "raw_bytes", *STATISTICS)
 """The numbers of a group that are shown with every group."""
 
 _DIGITS = 4
-_BIAS, _NONFINITE_BIN = 127, 255
 
 
 def rounded(value: Any) -> Any:
@@ -58,10 +58,5 @@ def errors_of(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def exponents_of(row: Mapping[str, Any]) -> list[int]:
-    """Return the first exponent e, then the number of values 2^e ≤ |x| < 2^(e+1) from e on. Empty without values."""
-    counts = {int(bin_): count for bin_, count in row["exponent_histogram"].items()}
-    present = [bin_ for bin_ in counts if 0 < bin_ < _NONFINITE_BIN]
-    if not present:
-        return []
-    first, last = min(present), max(present)
-    return [first - _BIAS, *(counts.get(bin_, 0) for bin_ in range(first, last + 1))]
+    """Return the counts of a group by exponent, as `exponent_counts` does."""
+    return exponent_counts({int(bin_): count for bin_, count in row["exponent_histogram"].items()})

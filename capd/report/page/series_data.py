@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from capd.report.document import tally_numbers
 from capd.report.format_errors import error_numbers
+from capd.report.page.group_data import Notes
 from capd.report.page.plain import NUMBERS, errors_of, exponents_of, picked, rounded
 from capd.report.series import MOST_SERIES, SeriesSummaries, SeriesSummary
 
@@ -17,27 +19,28 @@ __all__ = ["series_data"]
 _POINTS = 12_000
 # The limits for one series.
 _MOST_POINTS, _LEAST_POINTS = 96, 8
+# The same for the records whose shares by exponent are drawn.
+_SPREADS, _MOST_SPREAD, _LEAST_SPREAD = 4_000, 64, 4
 
 
-def series_data(series: SeriesSummaries | None, notes: list[str]) -> dict[str, Any]:
+def series_data(series: SeriesSummaries | None, notes: Notes) -> dict[str, Any]:
     """Return `series`, at most as many as have a page, and `series_total`."""
     if series is None:
         return {"series": [], "series_total": 0}
     found = list(series)
     if len(series) > MOST_SERIES:
-        notes.append(
-            f"tensors: the first {MOST_SERIES:,} of {len(series):,} series have their own page; the groups cover all; "
-            "--layer, --rank and --tensor choose others"
-        )
+        notes.append({"about": "series", "found": len(series), "shown": MOST_SERIES})
     most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(found))))
     if any(one.step > 1 or len(one.points) > most for one in found):
-        notes.append(f"tensors: at most {most:,} records of each series are drawn, evenly chosen")
-    return {"series": [_series(one, most) for one in found], "series_total": len(series)}
+        notes.append({"about": "records", "shown": most})
+    widest = max(_LEAST_SPREAD, min(_MOST_SPREAD, _SPREADS // max(1, len(found))))
+    return {"series": [_series(one, most, widest) for one in found], "series_total": len(series)}
 
 
-def _series(one: SeriesSummary, most: int) -> dict[str, Any]:
+def _series(one: SeriesSummary, most: int, widest: int) -> dict[str, Any]:
     every = -(-len(one.points) // most)
     points, numbers = one.points[::every], tally_numbers(one.tally)
+    spread = points[:: -(-len(points) // widest)] if len(points) > 1 else []
     return {
         "path": one.path,
         **msgspec.structs.asdict(one.key),
@@ -57,4 +60,9 @@ def _series(one: SeriesSummary, most: int) -> dict[str, Any]:
             },
         },
         "moments_step": one.step * every,
+        "spread": {
+            "iteration": [point.moment.iteration for point in spread],
+            "shares": [point.shares.tolist() for point in spread],
+        },
+        "outlier": None if one.outlier is None else rounded(asdict(one.outlier)),
     }
