@@ -6,7 +6,7 @@ import { say } from "./language.js";
 import { num } from "./numbers.js";
 
 const [HEIGHT, BOTTOM, TOP] = [360, 44, 14];
-const [NARROWEST, WIDEST, GAP, ROOM] = [14, 40, 16, 1500];
+const [NARROWEST, WIDEST, GAP, ROOM] = [14, 64, 16, 1500];
 const [TITLE, DIGIT] = [32, 7]; // the room of the axis title, and of a character of its numbers
 
 /** Linear around zero, logarithmic beyond `near`: what has a sign has no logarithm of its own. */

@@ -39,13 +39,12 @@ function decades(plot, marks) {
   return marks.length > 30 ? marks.map((mark) => (mark === 0 || /^-?1e/.test(mark.toExponential()) ? mark : null)) : marks;
 }
 
-/** The room that the numbers of an upright axis need, so that its title stands beside them. */
+/** The room that the numbers of an upright axis need, so that its title stands beside them. More room may ask for other numbers. */
 function room(plot, marks, place, cycle) {
   const axis = plot.axes[place];
-  if (cycle > 1) return axis._size; // it has to come to an end
   plot.ctx.font = axis.font[0];
   const widest = Math.max(0, ...(marks ?? []).map((mark) => plot.ctx.measureText(mark).width));
-  return Math.ceil(TICK + axis.gap + widest / devicePixelRatio);
+  return Math.max(cycle > 1 ? axis._size : 0, Math.ceil(TICK + axis.gap + widest / devicePixelRatio));
 }
 
 /** linear: 1, logarithmic: 3, logarithmic on either side of zero: 4, as uPlot numbers them. */

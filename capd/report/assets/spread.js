@@ -8,7 +8,7 @@ import { count, num, power } from "./numbers.js";
 import { figure, table } from "./tables.js";
 
 const [LEFT, TOP, BOTTOM, ROW] = [70, 8, 42, 11];
-const [NARROWEST, WIDEST, ROOM] = [6, 46, 1400];
+const [NARROWEST, WIDEST, ROOM] = [6, 90, 1500];
 const PERCENT = 100; // the data has hundredths of a percent
 const LEAST = Math.log10(0.01);
 

@@ -13,7 +13,7 @@ import { spreadOver } from "./spread.js";
 import { table } from "./tables.js";
 
 const FILTERS = { quant_type: word("quant type"), rank: word("rank"), layer: word("layer"), layer_type: word("layer type"), tensor_name: word("tensor") };
-const COUNTS = [word("count"), word("zero"), "nan", "inf"];
+const COUNTS = { count: word("count"), zero: word("zero"), nan: "NaN", inf: "Inf" };
 const STATISTICS = [word("mean"), word("std"), word("min"), word("max"), word("absmax")];
 const WHERE = { ...FILTERS, phase: word("phase"), operation: word("operation"), component: word("component"), module: word("module"), stack: word("stack"), dtype: word("dtype") };
 
@@ -21,16 +21,23 @@ function row(text, name, show) {
   return { text: say(text), number: true, value: (one) => one[name], show };
 }
 
-/** The name of a series where its quant type, rank and layer stand beside it: its module, or its path if it has none. */
-function shortName(one) {
-  return one.module ? [one.module, one.operation, one.tensor_name].filter(Boolean).join(".") : one.path;
+/**
+ * The name of each series where its quant type, rank and layer stand beside it: module and tensor, with the operation
+ * where both are those of several, or the path if it has no module.
+ */
+function shortNames(all) {
+  const plain = (one) => `${one.module}.${one.tensor_name}`;
+  const operations = new Map();
+  for (const one of all) operations.set(plain(one), (operations.get(plain(one)) ?? new Set()).add(one.operation));
+  return all.map((one) => (!one.module ? one.path : operations.get(plain(one)).size > 1 ? `${one.module}.${one.operation}.${one.tensor_name}` : plain(one)));
 }
 
 export function tensors(data) {
-  const all = data.series.map((one, place) => ({ ...one, place, words: [one.path, one.module, one.tensor_name, one.quant_type, one.dtype].join(" ").toLowerCase() }));
+  const names = shortNames(data.series);
+  const all = data.series.map((one, place) => ({ ...one, place, name: names[place], words: [one.path, one.module, one.tensor_name, one.quant_type, one.dtype].join(" ").toLowerCase() }));
   const out = el("div", { class: "drawn" });
   let [words, kept] = [[], all];
-  const columns = [{ text: say("tensor"), value: shortName, show: (name, one) => el("a", { href: seriesPath(one.place), title: one.path }, named(name)) }, { text: say("quant type"), value: (one) => one.quant_type, show: named },
+  const columns = [{ text: say("tensor"), value: (one) => one.name, show: (name, one) => el("a", { href: seriesPath(one.place), title: one.path }, named(name)) }, { text: say("quant type"), value: (one) => one.quant_type, show: named },
     row(word("rank"), "rank", num), row(word("layer"), "layer", layerText), { text: say("dtype"), value: (one) => one.dtype }, row(word("records"), "records", count), row(word("mean"), "mean", num), row(word("std"), "std", num), row(word("max |x|"), "absmax", num),
     ...data.formats.map((format) => ({ text: say("{0} SQNR (dB)", format), number: true, value: (one) => one.errors[format]?.[0], show: num }))];
   const fill = () => {
@@ -62,7 +69,7 @@ function identity(data, one, place) {
 
 function statistics(data, one) {
   const columns = data.quantiles.map((quantile, number) => ({ text: String(quantile), number: true, value: (row) => row[number], show: num }));
-  return section(say("Statistics"), say("Over all of its records; std is √(Σ(x − mean)² / N) over finite values."), facts([...COUNTS.map((name) => [say(name), count(one[name])]), ...STATISTICS.map((name) => [say(name), num(one[name])])]),
+  return section(say("Statistics"), say("Over all of its records; std is √(Σ(x − mean)² / N) over finite values."), facts([...Object.entries(COUNTS).map(([name, text]) => [say(text), count(one[name])]), ...STATISTICS.map((name) => [say(name), num(one[name])])]),
     one.quantiles ? table(say("Quantiles of the finite values"), columns, [one.quantiles]) : nothing(data.quick ? say(QUICK) : say("Quantiles: its records do not lie together, so they were not kept.")));
 }
 

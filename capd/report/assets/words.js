@@ -290,7 +290,7 @@ export const CHINESE = {
   "NaN and Inf": "NaN 和 Inf",
   "Values that came out of training so; they are in no other figure.": "训练中产生的这类值；它们不在其他图中。",
   // tensors
-  "{0} SQNR (dB)": "{0} SQNR（dB）",
+  "{0} SQNR (dB)": "{0} SQNR (dB)",
   "{0} of {1} series": "{1} 个 series 中的 {0} 个",
   "Nothing matches: shorten the search, or set a filter back to any.": "没有匹配项：缩短搜索词，或把某个筛选改回任意。",
   "Search names": "搜索名称",
