@@ -3,7 +3,8 @@
 import { say } from "./language.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [LONG, TAIL] = [24, 12]; // characters of a name that may be shortened, and of its end, which is always seen
+const [LONG, TAIL] = [28, 20]; // characters of a name that may be shortened, and of its end, which is always seen
+let ruler = null;
 
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -25,6 +26,13 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** How wide a text is, in the font of the page and in units of its size. */
+function width(text) {
+  ruler ??= document.createElement("canvas").getContext("2d");
+  ruler.font = `100px ${getComputedStyle(document.body).fontFamily}`;
+  return ruler.measureText(text).width / 100;
+}
+
 /**
  * A name from the store, which may be of any script and direction: it cannot turn the text around it. A long one is two
  * parts, of which a table shortens the first, so that the middle is left out. The whole is its title.
@@ -33,7 +41,9 @@ export function named(text) {
   const letters = [...(text === null || text === undefined ? "–" : String(text))];
   if (letters.length <= LONG) return el("bdi", { class: "name" }, letters.join(""));
   const [head, tail] = [letters.slice(0, -TAIL), letters.slice(-TAIL)].map((part) => part.join(""));
-  return el("bdi", { class: "name long", title: letters.join("") }, el("span", { class: "head" }, head), el("span", { class: "tail" }, tail));
+  const node = el("bdi", { class: "name long", title: letters.join("") }, el("span", { class: "head" }, head), el("span", { class: "tail" }, tail));
+  node.style.setProperty("--tail", `${width(tail)}em`);
+  return node;
 }
 
 /** A sentence from the store or its reader, such as a reason: it wraps. */

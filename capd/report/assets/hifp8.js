@@ -23,7 +23,7 @@ function meter(share) {
 }
 
 function regimes(use) {
-  const columns = [{ text: say("regime"), value: (row) => row.regime }, { text: say("magnitudes"), value: (row) => say(REGIMES[row.regime] ?? "") }, { text: say("mantissa bits"), number: true, value: (row) => row.mantissa_bits, show: num },
+  const columns = [{ text: say("regime"), value: (row) => row.regime, show: say }, { text: say("magnitudes"), value: (row) => say(REGIMES[row.regime] ?? "") }, { text: say("mantissa bits"), number: true, value: (row) => row.mantissa_bits, show: num },
     { text: say("values"), number: true, value: (row) => row.count, show: count }, { text: say("share (%)"), number: true, value: (row) => row.share, show: meter },
     { text: say("codes used"), number: true, value: (row) => row.codes_used, show: (value, row) => say("{0} of {1} codes", count(value), count(row.codes)) },
     { text: say("relative error"), number: true, value: (row) => row.relative_error, show: num }, { text: say("SQNR (dB)"), number: true, value: (row) => row.sqnr_db, show: num }, { text: say("mean |d|"), number: true, value: (row) => row.mean_error, show: num }];

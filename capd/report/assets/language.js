@@ -25,5 +25,5 @@ export function word(text) {
 /** A string of the page in its language; {0}, {1} … are the values. What words.js does not have stays as it is. */
 export function say(text, ...values) {
   const found = spoken === "zh" && Object.hasOwn(CHINESE, text) ? CHINESE[text] : text;
-  return found.replace(/\{(\d)\}/g, (_, place) => values[place]);
+  return String(found).replace(/\{(\d)\}/g, (_, place) => values[place]);
 }

@@ -4,7 +4,7 @@ import { bars } from "./bars.js";
 import { boxplot } from "./boxplot.js";
 import { chart } from "./charts.js";
 import { chosen, distinct, options } from "./controls.js";
-import { named, nothing, section } from "./dom.js";
+import { el, named, nothing, section } from "./dom.js";
 import { metricText, QUICK } from "./errors.js";
 import { say, word } from "./language.js";
 import { count, drawable, layerText, num } from "./numbers.js";
@@ -72,7 +72,7 @@ export function trends(data) {
       : data.formats.filter((format) => one.errors?.[format]).map((format) => ({ text: `${one.quant_type}: ${format}`, at: one.iteration, values: one.errors[format][metric] }))));
     const log = STATISTICS.includes(metric) && isLogarithmic(axis, tensor);
     return [overIterations(say("{0} of {1}", metricText(metric), tensor), metricText(metric), found, { log, range: data.scalars.length ? iterationRange(data) : undefined }),
-      own.map((one) => spreadOver(say("Magnitudes of {0} ({1})", tensor, one.quant_type), one.spread, say("iteration")))];
+      el("div", { class: "beside" }, own.map((one) => spreadOver(say("Magnitudes of {0} ({1})", tensor, one.quant_type), one.spread, say("iteration"), own.length)))];
   }))];
 }
 

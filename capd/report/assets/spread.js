@@ -12,19 +12,19 @@ const [NARROWEST, WIDEST, ROOM] = [6, 90, 1500];
 const PERCENT = 100; // the data has hundredths of a percent
 const LEAST = Math.log10(0.01);
 
-/** spread: { iteration, shares: [[first exponent, share…]…] } of two records or more; nothing of fewer. */
-export function spreadOver(title, spread, step) {
+/** spread: { iteration, shares: [[first exponent, share…]…] } of two records or more; nothing of fewer. beside: how many share the width. */
+export function spreadOver(title, spread, step, beside = 1) {
   const known = spread.shares.map((shares, place) => ({ at: spread.iteration[place], first: shares[0], shares: shares.slice(1).map((share) => share / PERCENT) })).filter((one) => one.shares.length);
   if (known.length < 2) return null;
   const cells = known.flatMap((one, column) => one.shares.map((share, place) => ({ column, at: one.at, exponent: one.first + place, share }))).filter((cell) => cell.share > 0);
   const columns = [{ text: step, number: true, value: (row) => row.at, show: count }, { text: say("from"), number: true, value: (row) => row.exponent, show: power }, { text: say("share (%)"), number: true, value: (row) => row.share, show: num }];
-  return figure(title, say("Each column is a record or an iteration: the brighter a cell, the more of its values have 2ᵉ ≤ |x| < 2ᵉ⁺¹. A band that moves up or down, or grows wider, asks for another scale."), drawing(title, known, cells, step), () => table(title, columns, cells));
+  return figure(title, say("Each column is a record or an iteration: the brighter a cell, the more of its values have 2ᵉ ≤ |x| < 2ᵉ⁺¹. A band that moves up or down, or grows wider, asks for another scale."), drawing(title, known, cells, step, beside), () => table(title, columns, cells));
 }
 
-function drawing(label, known, cells, step) {
+function drawing(label, known, cells, step, beside) {
   const [low, high] = [Math.min, Math.max].map((end) => end(...cells.map((cell) => cell.exponent)));
   const most = Math.log10(Math.max(...cells.map((cell) => cell.share)));
-  const slot = Math.min(WIDEST, Math.max(NARROWEST, (Math.min(ROOM, innerWidth - 60) - LEFT) / known.length));
+  const slot = Math.min(WIDEST, Math.max(NARROWEST, (Math.min(ROOM, innerWidth - 60) / beside - LEFT) / known.length));
   const [width, height] = [LEFT + known.length * slot + 12, TOP + (high - low + 1) * ROW + BOTTOM];
   const y = (exponent) => TOP + (high - exponent) * ROW;
   const node = svg("svg", { class: "boxes", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": say("{0}; the numbers stand in the table below", label) });

@@ -72,11 +72,12 @@ class StoreWriter:
     def put(
         self, run_id: str, key: Key, array: np.ndarray[Any, Any], dtype: str, moment: Moment, **more: Any
     ) -> None:
-        """Commit one record of stored bits."""
+        """Commit one record of stored bits. `more`: the key's `attributes`, and further fields of the descriptor."""
+        attributes = more.pop("attributes", {})
         self._pipeline.open_run(run_id)
         data = np.ascontiguousarray(array).tobytes()
         descriptor = Descriptor(self._sequence, 4096, len(data), 0, array.shape, moment, **more)
-        define = Define(id=0, key=key, dtype=dtype)
+        define = Define(id=0, key=key, dtype=dtype, attributes=attributes)
         self._sequence += 1
         job = RecordJob(run_id, CLIENT, descriptor.sequence, define, descriptor, memoryview(data), self._sink)
         self._pipeline.submit(job)

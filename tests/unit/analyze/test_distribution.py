@@ -44,6 +44,30 @@ def test_quantiles_of_8_and_16_bit_types_are_those_of_numpy(dtype: str) -> None:
     np.testing.assert_allclose(found.quantiles(SHARES), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_coarse_distribution_moves_no_value_by_more_than_a_32nd(dtype: str) -> None:
+    bits = some_bits(dtype, 100_000, seed=2)
+    fine = distribution_of(np.concatenate([bits, np.zeros(9, bits.dtype)]), dtype)
+
+    found = fine.coarse()
+
+    values, counts = found.finite()
+    assert not found.exact
+    assert found.specials() == fine.specials()
+    assert counts.sum() == fine.finite()[1].sum()
+    assert counts[values == 0].sum() >= 9
+    assert values.size <= 2 * 256 * 16 + 1
+    expected = np.array(fine.quantiles(SHARES))
+    np.testing.assert_allclose(
+        found.quantiles(SHARES), expected, rtol=1 / 32, atol=2.0**-19 if dtype == "float16" else 2.0**-131
+    )
+
+
+def test_a_coarse_distribution_of_nothing_is_nothing() -> None:
+    assert Distribution().coarse().quantiles(SHARES) is None
+    assert distribution_of(np.empty(0, np.uint16), "bfloat16").coarse().quantiles(SHARES) is None
+
+
 @pytest.mark.parametrize("dtype", EXACT)
 def test_every_value_is_counted_as_often_as_it_occurs(dtype: str) -> None:
     bits = some_bits(dtype, 70_000, seed=1)

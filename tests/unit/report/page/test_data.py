@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from itertools import product
 from typing import Any
 
@@ -18,6 +20,7 @@ from capd.report.document import document
 from capd.report.gather import GatheredRecords, gather
 from capd.report.page.data import page_data
 from capd.report.page.plain import METRICS
+from capd.report.quantiles import QUANTILES
 from capd.report.series import MOST_SERIES, SeriesSummaries
 from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Key, Moment
@@ -126,7 +129,7 @@ def test_types_say_what_they_hold_and_what_was_emulated(shown: tuple[dict[str, A
         for one in data["types"]
     ]
     assert said == [("bf16", 8, 2, 2, 3), ("hifp8", 8, 2, 2, 3)]
-    assert [one["emulation"] for one in data["types"]] == ["none", '{"linear":"hifp8"}']
+    assert [one["emulations"] for one in data["types"]] == [["none"], ['{"linear":"hifp8"}']]
     assert {one["quant_type"] for one in data["hifp8_groups"]["rank"]} == {"hifp8"}
 
 
@@ -173,6 +176,7 @@ def test_records_of_one_series_that_come_apart_are_merged_and_have_no_quantiles(
         ("a", 2, "0.pt"), ("b", 2, "1.pt"),
     ]  # fmt: skip
     assert [one["quantiles"] for one in data["series"]] == [None, None]
+    assert [one["outlier"] for one in data["series"]] == [None, None]
     assert data["series"][0]["absmax"] == pytest.approx(np.abs([parts[0][1], parts[2][1]]).max(), rel=1e-3)
 
 
@@ -190,5 +194,70 @@ def test_what_is_too_much_for_one_page_is_left_out_and_said() -> None:
     first = data["series"][0]
     assert len(first["moments"]["iteration"]) <= 12 < first["records"]
     assert first["moments"]["iteration"] == list(range(0, 200, first["moments_step"]))
-    assert any(f"first {MOST_SERIES:,} of {MOST_SERIES + 5:,}" in note for note in data["notes"])
-    assert any("at most" in note for note in data["notes"])
+    assert {"about": "series", "found": MOST_SERIES + 5, "shown": MOST_SERIES} in data["notes"]
+    assert {"records"} <= {note["about"] for note in data["notes"]}
+    assert len(first["spread"]["shares"]) <= 4
+
+
+def test_each_note_has_a_text_on_the_page() -> None:
+    source = "".join(
+        (files("capd.report") / "page" / f"{name}.py").read_text() for name in ("group_data", "series_data")
+    )
+    texts = (files("capd.report") / "assets" / "overview.js").read_text(encoding="utf-8")
+    written, known = (
+        set(re.findall(pattern, text))
+        for pattern, text in ((r'"about": "(\w+)"', source), (r"(\w+): word\(", texts))
+    )
+    assert written == known
+
+
+def test_the_shares_by_exponent_are_those_of_each_iteration(shown: tuple[dict[str, Any], Values]) -> None:
+    data, values = shown
+    for line in data["iterations"]:
+        assert line["spread"]["iteration"] == list(ITERATIONS)
+        for iteration, (first, *shares) in zip(ITERATIONS, line["spread"]["shares"], strict=True):
+            own = np.concatenate(
+                [
+                    found.ravel() for named, found in values.items()
+                    if (named[0], named[3], named[4]) == (line["quant_type"], line["tensor_name"], iteration)
+                ]
+            )  # fmt: skip
+            counts = np.bincount(np.frexp(own[own != 0])[1] - 1 - first)
+            expected = [max(round(10_000 * one / counts.sum()), one > 0) for one in counts]
+            assert shares == expected
+
+
+def test_boxes_and_overflow_of_a_tensor_are_of_its_own_values(shown: tuple[dict[str, Any], Values]) -> None:
+    data, values = shown
+    assert len(data["tensor_boxes"]) == 2 * 2 * 2
+    for box in data["tensor_boxes"]:
+        own = np.stack(
+            [
+                found for (one, _, layer, name, _), found in values.items()
+                if (one, layer, name) == (box["quant_type"], box["layer"], box["tensor_name"])
+            ]
+        )  # fmt: skip
+        expected = np.quantile(own.astype(np.float64), QUANTILES)
+        assert box["quantiles"] == pytest.approx(expected.tolist(), rel=1 / 32 + 1e-3, abs=2.0**-7)
+    for row in data["tensor_overflow"]:
+        found = [
+            one
+            for named, one in values.items()
+            if (named[0], named[3]) == (row["quant_type"], row["tensor_name"])
+        ]
+        own = torch.from_numpy(np.stack(found)).bfloat16().abs().double()  # distributions count float32 so
+        if row["format"] == "e4m3":
+            assert (row["count"], row["above"]) == (own.numel(), int((own > 448).sum()))
+            assert row["flushed"] == int(((own > 0) & (own < 2.0**-6)).sum())
+
+
+def test_each_series_says_how_far_its_largest_channel_sticks_out(
+    shown: tuple[dict[str, Any], Values],
+) -> None:
+    data, values = shown
+    for series in data["series"]:
+        place = series["quant_type"], series["rank"], series["layer"], series["tensor_name"]
+        amax = np.abs([values[(*place, iteration)] for iteration in ITERATIONS]).max(axis=(0, 1))
+        outlier = series["outlier"]
+        assert (outlier["channels"], outlier["channel"]) == (64, int(amax.argmax()))
+        assert outlier["ratio"] == pytest.approx(amax.max() / np.median(amax), rel=1e-3)

@@ -1,0 +1,82 @@
+"""The strings of the page: each is in words.js, in English and in Chinese, and none is written past it."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+
+from capd.report.page.plain import METRICS
+
+ASSETS = files("capd.report") / "assets"
+SAID = re.compile(r'\b(?:say|word)\(\s*"((?:[^"\\]|\\.)*)"')
+TEXT = re.compile(
+    r'(?:\b(?:section|nothing|table|figure)\(|\b(?:text|label|corner|placeholder|unit): |"aria-label": )("[A-Za-z][^"]*")'
+)
+ENTRY = re.compile(r'^  ("(?:[^"\\]|\\.)*"): ("(?:[^"\\]|\\.)*"),$', re.MULTILINE)
+# Words that Chinese reports use as they are: names, and capd's own words (docs/report.zh.md).
+ALIKE = {
+    "SQNR (dB)",
+    "HiFP8",
+    "MSE",
+    "NaN",
+    "Inf",
+    "rank",
+    "rank {0}",
+    "run",
+    "series",
+    "Series",
+    "dtype",
+    "tensor",
+    "{0} SQNR (dB)",
+}
+UNITS = {'"NaN"', '"Inf"'}
+
+
+def sources() -> dict[str, str]:
+    """The hand-written scripts that draw the page, by their names."""
+    return {
+        one.name: one.read_text(encoding="utf-8")
+        for one in ASSETS.iterdir()
+        if one.name.endswith(".js") and not one.name.startswith(("uPlot", "words", "language"))
+    }
+
+
+def words() -> dict[str, str]:
+    found = ENTRY.findall((ASSETS / "words.js").read_text(encoding="utf-8"))
+    chinese = {json.loads(english): json.loads(other) for english, other in found}
+    assert len(chinese) == len(found), "a string is in words.js twice"
+    return chinese
+
+
+def said() -> set[str]:
+    texts = {json.loads(f'"{text}"') for source in sources().values() for text in SAID.findall(source)}
+    # Formulas without words are alike in all languages.
+    return texts | {
+        text for text in METRICS.values() if " in " in text or "values" in text or "before" in text
+    }
+
+
+def test_each_string_of_the_page_has_its_chinese_and_each_entry_is_used() -> None:
+    assert {"missing": said() - words().keys(), "unused": words().keys() - said()} == {
+        "missing": set(),
+        "unused": set(),
+    }
+
+
+def test_chinese_is_chinese_and_has_the_same_places_for_values() -> None:
+    for english, chinese in words().items():
+        assert sorted(set(re.findall(r"\{\d\}", chinese))) == sorted(set(re.findall(r"\{\d\}", english))), (
+            english
+        )
+        letters = re.sub(r"\{\d\}", "", english)
+        if english not in ALIKE and re.search("[A-Za-z]{2}", letters):
+            assert re.search("[\u4e00-\u9fff]", chinese) or chinese == "Tensor", english
+
+
+def test_no_script_writes_a_text_past_the_table() -> None:
+    past = {
+        name: [text for text in TEXT.findall(source) if text not in UNITS]
+        for name, source in sources().items()
+    }
+    assert {name: texts for name, texts in past.items() if texts} == {}
