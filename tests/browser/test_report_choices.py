@@ -28,7 +28,8 @@ RECIPE = '{"linear":{"backward":"same","block":32,"elem":"e4m3","format":"mxfp8"
 OUTLIER = 5
 # Remembers each chart of uPlot that is drawn from now on.
 RECORD = """() => { window.plots = []; const before = window.uPlot;
-    window.uPlot = new Proxy(before, { construct(target, given) { const made = new target(...given); plots.push(made); return made; } }); }"""
+    window.uPlot = new Proxy(before, { construct(target, given) {
+        const made = new target(...given); plots.push(made); return made; } }); }"""
 
 
 def name_of(layer: int, tensor: str) -> str:
@@ -200,12 +201,14 @@ def test_titles_of_axes_keep_off_the_numbers(opened: Open, made: tuple[Path, Val
     shown.page.evaluate(RECORD)
     for place in ("distributions", "hifp8", "iterations", "outliers"):
         shown.go(place)
-    wanting = """plots.flatMap((plot) => plot.axes.filter((axis) => axis.side % 2).map((axis) => { plot.ctx.font = axis.font[0];
-        const widest = Math.max(...axis._values.map((mark) => plot.ctx.measureText(mark ?? "").width)) / devicePixelRatio;
-        return axis._size - widest; }))"""
+    wanting = """plots.flatMap((plot) => plot.axes.filter((axis) => axis.side % 2).map((axis) => {
+        plot.ctx.font = axis.font[0];
+        const widest = Math.max(...axis._values.map((mark) => plot.ctx.measureText(mark ?? "").width));
+        return axis._size - widest / devicePixelRatio; }))"""
     assert min(shown.page.evaluate(wanting)) >= 10
     shown.go("layers")
-    boxes = """[...document.querySelectorAll("svg.boxes text")].map((text) => [text.hasAttribute("transform"), text.getBoundingClientRect().left, text.getBoundingClientRect().right])"""
+    boxes = """[...document.querySelectorAll("svg.boxes text")].map((text) => {
+        const { left, right } = text.getBoundingClientRect(); return [text.hasAttribute("transform"), left, right]; })"""
     found = shown.page.evaluate(boxes)
     [title] = [right for turned, _, right in found if turned]
     assert title <= min(left for turned, left, _ in found if not turned)
@@ -218,7 +221,8 @@ def test_tables_fit_and_long_names_lose_their_middle_alone(
     shown = opened(made[0], width=width)
     for place in (*PAGES, "tensor/0"):
         shown.go(place)
-        wide = """[...document.querySelectorAll(".table .scroller")].filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.ariaLabel)"""
+        wide = """[...document.querySelectorAll(".table .scroller")]
+            .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.ariaLabel)"""
         assert shown.page.evaluate(wide) == [], place
     shown.go("tensors")
     cell = shown.page.locator("main tbody td").first
@@ -289,8 +293,9 @@ def english() -> set[str]:
 def test_the_page_speaks_chinese_and_remembers_it(opened: Open, made: tuple[Path, Values]) -> None:
     shown = opened(made[0])
     shown.choose("language", "中文")
-    texts = """[...document.querySelectorAll("body *:not(script, style, noscript)")].flatMap((one) =>
-        [...[...one.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data.trim()), one.ariaLabel ?? "", one.placeholder ?? ""])"""
+    texts = """[...document.querySelectorAll("body *:not(script, style, noscript)")].flatMap((one) => [
+        ...[...one.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data.trim()),
+        one.ariaLabel ?? "", one.placeholder ?? ""])"""
     for place in (*PAGES, "tensor/0", "tensor/9999"):
         shown.go(place)
         assert english() & set(shown.page.evaluate(texts)) == set(), place

@@ -20,7 +20,7 @@ _POINTS = 12_000
 # The limits for one series.
 _MOST_POINTS, _LEAST_POINTS = 96, 8
 # The same for the records whose shares by exponent are drawn.
-_SPREADS, _MOST_SPREAD, _LEAST_SPREAD = 4_000, 64, 4
+_SPREADS, _MOST_SPREAD, _LEAST_SPREAD = 2_000, 64, 2
 
 
 def series_data(series: SeriesSummaries | None, notes: Notes) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_what_is_too_much_for_one_page_is_left_out_and_said() -> None:
     assert first["moments"]["iteration"] == list(range(0, 200, first["moments_step"]))
     assert {"about": "series", "found": MOST_SERIES + 5, "shown": MOST_SERIES} in data["notes"]
     assert {"records"} <= {note["about"] for note in data["notes"]}
-    assert len(first["spread"]["shares"]) <= 4
+    assert len(first["spread"]["shares"]) <= 2
 
 
 def test_each_note_has_a_text_on_the_page() -> None:

@@ -11,7 +11,8 @@ from capd.report.page.plain import METRICS
 ASSETS = files("capd.report") / "assets"
 SAID = re.compile(r'\b(?:say|word)\(\s*"((?:[^"\\]|\\.)*)"')
 TEXT = re.compile(
-    r'(?:\b(?:section|nothing|table|figure)\(|\b(?:text|label|corner|placeholder|unit): |"aria-label": )("[A-Za-z][^"]*")'
+    r"(?:\b(?:section|nothing|table|figure)\(|\b(?:text|label|corner|placeholder|unit): |"
+    r'"aria-label": )("[A-Za-z][^"]*")'
 )
 ENTRY = re.compile(r'^  ("(?:[^"\\]|\\.)*"): ("(?:[^"\\]|\\.)*"),$', re.MULTILINE)
 # Words that Chinese reports use as they are: names, and capd's own words (docs/report.zh.md).
