@@ -208,7 +208,8 @@ def test_titles_of_axes_keep_off_the_numbers(opened: Open, made: tuple[Path, Val
     assert min(shown.page.evaluate(wanting)) >= 10
     shown.go("layers")
     boxes = """[...document.querySelectorAll("svg.boxes text")].map((text) => {
-        const { left, right } = text.getBoundingClientRect(); return [text.hasAttribute("transform"), left, right]; })"""
+        const { left, right } = text.getBoundingClientRect();
+        return [text.hasAttribute("transform"), left, right]; })"""
     found = shown.page.evaluate(boxes)
     [title] = [right for turned, _, right in found if turned]
     assert title <= min(left for turned, left, _ in found if not turned)

@@ -77,7 +77,14 @@ def plot(
     title: Annotated[
         str | None, option("--title", "TEXT", 'Title above the figure; "" for none [default: what it shows].')
     ] = None,
-    log: Annotated[bool, flag("--log", "Logarithmic axes of values, or colours of heatmap.")] = False,
+    log: Annotated[
+        bool | None,
+        flag(
+            "--log/--linear",
+            "Axes of values, or colours of heatmap [default: logarithmic for statistics of gradients, else linear].",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, flag("--force", "Replace FILE.")] = False,
     *,
     source: SourceOptions,
@@ -142,7 +149,7 @@ def _checked(
     size: str | None,
     dpi: int,
     title: str | None,
-    log: bool,
+    log: bool | None,
 ) -> tuple[FigureKind, Wanted, Look]:
     """Check all options before a record is read. Raises ConfigError."""
     from capd.analyze.format_choice import DEFAULT_CHOICES
@@ -158,7 +165,7 @@ def _checked(
     for name, given, taken in (
         ("--formats", formats is not None, chosen.formats),
         ("--metric", metric is not None, chosen.metric),
-        ("--log", log, chosen.log),
+        ("--log", log is not None, chosen.log),
     ):
         if given and not taken:
             having = ", ".join(other for other, one in KINDS.items() if getattr(one, name[2:]))

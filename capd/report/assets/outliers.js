@@ -12,14 +12,26 @@ const MOST = 12; // links to modules below a figure
 
 const field = (text, name, show = num) => ({ text: say(text), number: show !== named, value: (row) => row[name], show });
 
+/** The channels of a series in short, null where they were not measured. */
+function outlierOf(one) {
+  if (!one.outlier) return null;
+  const [number, ratio, percent, channel, amax] = one.outlier;
+  return { channels: number, ratio, percent, channel, amax };
+}
+
 /** Where the page of a series is. */
 export function seriesPath(place) {
   return `#tensor/${place}`;
 }
 
-/** The series of a group, each with its place among the pages. */
+/** The series whose channels were measured, each with them and its place among the pages. */
+function placed(data) {
+  return data.series.map((one, place) => ({ ...one, place, ...outlierOf(one) })).filter((one) => one.outlier);
+}
+
+/** The series of a group. */
 function seriesOf(data, group) {
-  return data.series.map((one, place) => ({ ...one, place })).filter((one) => one.outlier?.channels === group.channels && ["quant_type", "tensor_name", "layer"].every((name) => one[name] === group[name]));
+  return placed(data).filter((one) => one.channels === group.channels && ["quant_type", "tensor_name", "layer"].every((name) => one[name] === group[name]));
 }
 
 function link(one) {
@@ -27,9 +39,9 @@ function link(one) {
 }
 
 function modules(data, group) {
-  const found = seriesOf(data, group).sort((one, other) => (other.outlier.ratio ?? 0) - (one.outlier.ratio ?? 0));
+  const found = seriesOf(data, group).sort((one, other) => (other.ratio ?? 0) - (one.ratio ?? 0));
   if (!found.length) return null;
-  const shown = found.slice(0, MOST).map((one) => el("li", {}, link(one), ` ${say("rank {0}, ratio {1}", num(one.rank), num(one.outlier.ratio))}`));
+  const shown = found.slice(0, MOST).map((one) => el("li", {}, link(one), ` ${say("rank {0}, ratio {1}", num(one.rank), num(one.ratio))}`));
   return el("details", { open: true }, el("summary", {}, say("Modules of this tensor, most outlying first: {0}", count(found.length))), el("ul", { class: "links" }, shown, found.length > MOST ? el("li", {}, say("… and {0} more, in the table below", count(found.length - MOST))) : null));
 }
 
@@ -47,7 +59,7 @@ function channels(data, one) {
 }
 
 function bySeries(data) {
-  const rows = data.series.map((one, place) => ({ ...one, place, ...one.outlier })).filter((one) => one.outlier).sort((one, other) => (other.ratio ?? 0) - (one.ratio ?? 0));
+  const rows = placed(data).sort((one, other) => (other.ratio ?? 0) - (one.ratio ?? 0));
   return table(say("Outliers by tensor"), [{ text: say("module"), value: (row) => row.module || row.path, show: (_, row) => link(row) }, field(word("tensor"), "tensor_name", named), field(word("quant type"), "quant_type", named), field(word("layer"), "layer", layerText), field(word("rank"), "rank", num),
     field(word("channels"), "channels", count), field(word("ratio"), "ratio"), field(word("outliers (%)"), "percent"), field(word("largest channel"), "channel", count), field(word("max |x|"), "amax")], rows);
 }

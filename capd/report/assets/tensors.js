@@ -64,7 +64,7 @@ function identity(data, one, place) {
   const known = Object.entries(WHERE).filter(([name]) => one[name] !== null && one[name] !== undefined && one[name] !== "");
   return section(named(one.tensor_name), null, el("p", { class: "path" }, named(one.path)), el("nav", { class: "turning", "aria-label": say("Other tensors") }, turn(say("← previous"), place - 1), el("a", { href: "#tensors" }, say("all")), turn(say("next →"), place + 1)),
     facts([...known.map(([name, text]) => [say(text), named(one[name])]), [say("shape"), one.shape ? one.shape.join(" × ") || say("scalar") : "–"], [say("records"), count(one.records)], [say("raw"), nbytes(one.raw_bytes)]]),
-    el("p", { class: "path", title: one.emulation }, say("Emulation"), ": ", recipeText(one.emulation)));
+    el("p", { class: "path", title: data.emulations[one.emulation] }, say("Emulation"), ": ", recipeText(data.emulations[one.emulation])));
 }
 
 function statistics(data, one) {

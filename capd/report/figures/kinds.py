@@ -31,12 +31,12 @@ class Wanted:
     Attributes:
         choices: The formats that were named.
         metric: One of `error_maps.METRICS`.
-        log: Whether values are on a logarithmic axis, or in logarithmic colours.
+        log: Whether values are on a logarithmic axis, or in logarithmic colours. None: only statistics of gradients.
     """
 
     choices: Sequence[FormatChoice] = ()
     metric: str = "sqnr"
-    log: bool = False
+    log: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def grids_of(choices: Sequence[FormatChoice]) -> tuple[str, ...]:
 
 def _boxes(groups: Groups, wanted: Wanted) -> Iterator[Page]:
     if wanted.choices:
-        return error_box_pages(groups, wanted.metric, log=wanted.log)
+        return error_box_pages(groups, wanted.metric, log=bool(wanted.log))
     return box_pages(groups, log=wanted.log)
 
 
@@ -81,7 +81,7 @@ _NO_FORMAT = "no selected record has high-precision values that a format can be 
 KINDS: Mapping[str, FigureKind] = MappingProxyType(
     {
         "distribution": FigureKind(
-            lambda groups, wanted: distribution_pages(groups, log=wanted.log), "elements", _NO_ELEMENT
+            lambda groups, wanted: distribution_pages(groups, log=bool(wanted.log)), "elements", _NO_ELEMENT
         ),
         "exponents": FigureKind(
             lambda groups, wanted: exponent_pages(groups, grids_of(wanted.choices)),
@@ -91,17 +91,17 @@ KINDS: Mapping[str, FigureKind] = MappingProxyType(
             lambda groups, wanted: layer_pages(groups, log=wanted.log), "statistics", "there is no statistic"
         ),
         "heatmap": FigureKind(
-            lambda groups, wanted: error_map_pages(groups, wanted.metric, log=wanted.log),
+            lambda groups, wanted: error_map_pages(groups, wanted.metric, log=bool(wanted.log)),
             "errors", _NO_FORMAT, formats=True, metric=True,
         ),
         "boxes": FigureKind(_boxes, "statistics", _ONE_LAYER, formats=True, metric=True),
         "channels": FigureKind(
-            lambda groups, wanted: channel_pages(groups, log=wanted.log), "elements",
+            lambda groups, wanted: channel_pages(groups, log=bool(wanted.log)), "elements",
             "no selected record has elements along a last axis", channels=True,
         ),
         "iterations": FigureKind(
             lambda groups, wanted: iteration_pages(groups, log=wanted.log), "statistics",
-            "the selection has a single iteration",
+            "no record says its iteration",
         ),
         "hifp8": FigureKind(lambda groups, _: hif8_pages(groups), "elements", _NO_ELEMENT, log=False),
         "overflow": FigureKind(lambda groups, _: range_pages(groups), "elements", _NO_ELEMENT, log=False),

@@ -1,6 +1,7 @@
 """The pages of mean, std and absmax: by layer, by iteration, and as boxes across the layers.
 
-Each has a row of panels for each tensor name, and distinguishes the quant types.
+Each has a row of panels for each tensor name, and distinguishes the quant types. The axes of values are logarithmic if
+`log` is set, linear if it is not, and logarithmic for gradients alone if it is None.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from capd.report.figures.style import (
     value_axis,
 )
 from capd.report.gather import BY_ITERATION, BY_LAYER
+from capd.report.names import is_gradient, value_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,37 +39,39 @@ _ROWS = 4
 Draw = Callable[["Axes", Groups, Value, str], None]
 
 
-def layer_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
+def layer_pages(groups: Groups, *, log: bool | None = None) -> Iterator[Page]:
     """Yield pages by layer, with four tensor names each."""
     return _pages(groups, "statistics_by_layer", "Statistics by layer", _by_layer, log)
 
 
-def iteration_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """Yield pages by iteration, with four tensor names each. None for a single iteration."""
-    if len(groups.values("iteration")) > 1:
+def iteration_pages(groups: Groups, *, log: bool | None = None) -> Iterator[Page]:
+    """Yield pages by iteration, with four tensor names each. Nothing if no record says its iteration."""
+    if any(iteration is not None for iteration in groups.values("iteration")):
         yield from _pages(groups, "statistics_by_iteration", "Statistics by iteration", draw_trend, log)
 
 
-def box_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
+def box_pages(groups: Groups, *, log: bool | None = None) -> Iterator[Page]:
     """Yield pages of the spread across the layers, with four tensor names each. None for a single layer."""
     if len(groups.values("layer")) > 1:
         yield from _pages(groups, "boxes_by_type", "Statistics across layers", _across_layers, log, 4.0)
 
 
 def _pages(
-    groups: Groups, file: str, title: str, draw: Draw, log: bool, width: float = 4.4
+    groups: Groups, file: str, title: str, draw: Draw, log: bool | None, width: float = 4.4
 ) -> Iterator[Page]:
     for name, some in paged(groups.values("tensor_name"), _ROWS, file):
         yield Page(name, partial(_page, groups, some, title, draw, log, width))
 
 
-def _page(groups: Groups, names: Sequence[Value], title: str, draw: Draw, log: bool, width: float) -> Figure:
+def _page(
+    groups: Groups, names: Sequence[Value], title: str, draw: Draw, log: bool | None, width: float
+) -> Figure:
     figure, axes = new_figure(title, len(names), len(_STATISTICS), (width, 2.5))
     for row, name in zip(axes, names, strict=True):
         for panel, statistic in zip(row, _STATISTICS, strict=True):
             draw(panel, groups, name, statistic)
             panel.set_title(f"{label(name)}: {statistic}")
-            value_axis(panel, log=log)
+            value_axis(panel, log=is_gradient(name) if log is None else log)
     legend(figure, figure.axes)
     return figure
 
@@ -80,7 +84,11 @@ def _by_layer(panel: Axes, groups: Groups, name: Value, statistic: str) -> None:
 
 
 def draw_trend(panel: Axes, groups: Groups, name: Value, statistic: str) -> None:
-    """Draw lines of one statistic of one tensor name against the iteration."""
+    """Draw lines of one statistic of one tensor name against the iteration, or bars with numbers of a single one."""
+    iterations = [iteration for _, iteration in groups.by(*BY_ITERATION, tensor_name=name)]
+    if len({*iterations}) == 1:
+        _single(panel, groups, name, statistic, iterations[0])
+        return
     for number, one in enumerate(groups.values("quant_type")):
         found = groups.by(*BY_ITERATION, quant_type=one, tensor_name=name)
         points = [
@@ -93,6 +101,22 @@ def draw_trend(panel: Axes, groups: Groups, name: Value, statistic: str) -> None
             panel.plot(*zip(*points, strict=True), label=label(one), **look)
     panel.set(xlabel="iteration", ylabel=f"{statistic} of the values")
     numbers_on(panel.xaxis, whole=True)
+
+
+def _single(panel: Axes, groups: Groups, name: Value, statistic: str, iteration: Value) -> None:
+    """Draw a bar with its number for each quant type, because a line of one point would show nothing."""
+    types = groups.values("quant_type")
+    found = groups.by(*BY_ITERATION, tensor_name=name, iteration=iteration)
+    values = [getattr(found[one,].stats, statistic) if (one,) in found else None for one in types]
+    drawn = panel.bar(
+        range(len(types)),
+        [value if drawable(value) else 0.0 for value in values],
+        color=[style(number)["color"] for number in range(len(types))],
+    )
+    panel.bar_label(drawn, ["-" if value is None else f"{value:.4g}" for value in values], padding=2)
+    panel.set_xticks(range(len(types)), [label(one) for one in types])
+    panel.margins(y=0.15)
+    panel.set(xlabel=f"iteration {value_text(iteration)}, the only one", ylabel=f"{statistic} of the values")
 
 
 def _across_layers(panel: Axes, groups: Groups, name: Value, statistic: str) -> None:

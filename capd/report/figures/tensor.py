@@ -24,6 +24,7 @@ from capd.report.figures.style import (
     value_axis,
 )
 from capd.report.gather import BY_TENSOR
+from capd.report.names import is_gradient
 from capd.store.documents.names import component
 from capd_client.process.text import human_count, table_lines
 
@@ -37,19 +38,22 @@ _FIELDS = ("layer", "rank", "layer_type", "component", "operation", "phase")
 _STATISTICS = ("min", "max", "mean", "std", "absmax")
 
 
-def tensor_pages(groups: Groups, *, log: bool = False) -> Iterator[Page]:
-    """Yield a page for each tensor name, with all of its records together and a line for each quant type."""
+def tensor_pages(groups: Groups, *, log: bool | None = None) -> Iterator[Page]:
+    """Yield a page for each tensor name, with all of its records together and a line for each quant type.
+
+    `log`: as of the pages of statistics, for absmax. Values and channels are logarithmic only if it is set.
+    """
     for name in groups.values("tensor_name"):
         yield Page(f"tensor_{component(str(name))}.png", partial(_page, groups, name, log))
 
 
-def _page(groups: Groups, name: Value, log: bool) -> Figure:
+def _page(groups: Groups, name: Value, log: bool | None) -> Figure:
     found = groups.by(*BY_TENSOR, tensor_name=name)
     height = 0.15 + 0.07 * len(found)
     figure, [[values, exponents, trend], [errors, precision, channels], [numbers, *rest]] = new_figure(
         f"{label(name)}{_where(groups)}", 3, 3, (4.6, 2.9), height_ratios=(1.3, 1, height)
     )
-    overlay(values, groups, name, log=log)
+    overlay(values, groups, name, log=bool(log))
     values.set_title("values")
     exponent_shares(exponents, groups, found)
     exponents.set_title("magnitudes")
@@ -58,10 +62,10 @@ def _page(groups: Groups, name: Value, log: bool) -> Figure:
     precision.legend(fontsize=7, loc="upper left")
     share_exponents(exponents, precision)
     draw_trend(trend, groups, name, "absmax")
-    value_axis(trend, log=log)
+    value_axis(trend, log=is_gradient(name) if log is None else log)
     trend.set_title("absmax by iteration")
     _errors(errors, groups, name)
-    _channels(channels, groups, name, log)
+    _channels(channels, groups, name, bool(log))
     _numbers(numbers, groups, name)
     for panel in rest:
         panel.remove()

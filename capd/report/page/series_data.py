@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from capd.report.series import MOST_SERIES, SeriesSummaries, SeriesSummary
 __all__ = ["series_data"]
 
 # The limit for all series together.
-_POINTS = 12_000
+_POINTS = 10_000
 # The limits for one series.
 _MOST_POINTS, _LEAST_POINTS = 96, 8
 # The same for the records whose shares by exponent are drawn.
@@ -24,9 +24,9 @@ _SPREADS, _MOST_SPREAD, _LEAST_SPREAD = 2_000, 64, 2
 
 
 def series_data(series: SeriesSummaries | None, notes: Notes) -> dict[str, Any]:
-    """Return `series`, at most as many as have a page, and `series_total`."""
+    """Return `series`, at most as many as have a page, `series_total`, and the `emulations` that series refer to."""
     if series is None:
-        return {"series": [], "series_total": 0}
+        return {"series": [], "series_total": 0, "emulations": []}
     found = list(series)
     if len(series) > MOST_SERIES:
         notes.append({"about": "series", "found": len(series), "shown": MOST_SERIES})
@@ -34,7 +34,14 @@ def series_data(series: SeriesSummaries | None, notes: Notes) -> dict[str, Any]:
     if any(one.step > 1 or len(one.points) > most for one in found):
         notes.append({"about": "records", "shown": most})
     widest = max(_LEAST_SPREAD, min(_MOST_SPREAD, _SPREADS // max(1, len(found))))
-    return {"series": [_series(one, most, widest) for one in found], "series_total": len(series)}
+    emulations = list(dict.fromkeys(one.emulation for one in found))
+    return {
+        "series": [
+            {**_series(one, most, widest), "emulation": emulations.index(one.emulation)} for one in found
+        ],
+        "series_total": len(series),
+        "emulations": emulations,
+    }
 
 
 def _series(one: SeriesSummary, most: int, widest: int) -> dict[str, Any]:
@@ -46,7 +53,6 @@ def _series(one: SeriesSummary, most: int, widest: int) -> dict[str, Any]:
         **msgspec.structs.asdict(one.key),
         "dtype": one.dtype,
         "shape": list(one.shape),
-        "emulation": one.emulation,
         **picked(numbers, *NUMBERS),
         "quantiles": rounded(one.quantiles),
         "exponents": exponents_of(numbers),
@@ -64,5 +70,5 @@ def _series(one: SeriesSummary, most: int, widest: int) -> dict[str, Any]:
             "iteration": [point.moment.iteration for point in spread],
             "shares": [point.shares.tolist() for point in spread],
         },
-        "outlier": None if one.outlier is None else rounded(asdict(one.outlier)),
+        "outlier": None if one.outlier is None else rounded([*astuple(one.outlier)]),
     }

@@ -95,6 +95,37 @@ def test_what_cannot_be_done_is_said_and_leaves_no_file(capd: Capd, store: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_runs_are_told_apart_by_the_run_before_the_quant_type(
+    capd: Capd, store: Path, tmp_path: Path
+) -> None:
+    writer = StoreWriter(tmp_path / "other")
+    bits = bf16_bits(np.random.default_rng(4).normal(size=(8, 32)))
+    writer.put("exp7", linear_key(tensor_name="input"), bits, "bfloat16", Moment(iteration=0, time_ns=1))
+    writer.close()
+    out = tmp_path / "both.html"
+
+    done = capd("report", store, tmp_path / "other", "-o", out, "--formats", "none", "--json")
+
+    assert (done.code, done.json["quant_types"], done.json["records"]) == (0, ["exp7: bf16", "run: bf16"], 3)
+    data = data_of(out)
+    assert data["title"] == "run, exp7"
+    assert [(one["quant_type"], one["series"]) for one in data["types"]] == [
+        ("exp7: bf16", 1),
+        ("run: bf16", 2),
+    ]
+    assert {one["path"].partition("/")[0] for one in data["series"]} == {"exp7", "run"}
+    assert len(data["ledger"]) == 2
+
+
+def test_runs_that_cannot_stand_side_by_side_are_refused(capd: Capd, store: Path, tmp_path: Path) -> None:
+    twice = capd("report", store, store, "-o", tmp_path / "x.html", "--quick")
+    assert (twice.code, "given twice" in twice.err) == (2, True)
+    assert capd("export", store, "--to", "pt", "-o", tmp_path / "files").code == 0
+    mixed = capd("report", store, tmp_path / "files", "-o", tmp_path / "x.html")
+    assert (mixed.code, "`capd import`" in mixed.err) == (2, True)
+    assert not (tmp_path / "x.html").exists()
+
+
 def test_tensor_files_have_a_page_too(capd: Capd, store: Path, tmp_path: Path) -> None:
     assert capd("export", store, "--to", "pt", "-o", tmp_path / "files").code == 0
     out = tmp_path / "report.html"
