@@ -344,3 +344,50 @@ def test_values_beyond_what_an_axis_can_show_are_left_out(kind: str, log: bool, 
 
     assert pages
     assert all(page.image("png", Look()) for page in pages)
+
+
+def of_gradients(iterations: tuple[int, ...]) -> GatheredRecords:
+    found, rng = GatheredRecords(), np.random.default_rng(2)
+    several = [
+        item(
+            Key(quant_type=one, rank=0, layer=0, tensor_name=tensor),
+            rng.normal(scale=10.0**-iteration, size=(4, 32)).astype(np.float32),
+            iteration,
+        )
+        for one, tensor, iteration in product(TYPES, ("grad_output", "input"), iterations)
+    ]
+    assert all(isinstance(one, int) for one in gather(several, found, threads=1, quick=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (None, {"grad_output": {"log", "symlog"}, "input": {"linear"}}),
+        (False, {"grad_output": {"linear"}, "input": {"linear"}}),
+        (True, {"grad_output": {"log", "symlog"}, "input": {"log", "symlog"}}),
+    ],
+)
+def test_axes_of_gradients_are_logarithmic_unless_they_are_to_be_linear(
+    log: bool | None, expected: dict[str, set[str]]
+) -> None:
+    [page] = pages_of(of_gradients((0, 1, 2)), "iterations", log=log)
+
+    scales: dict[str, set[str]] = {}
+    for axes in drawn(page)[0].axes:
+        scales.setdefault(axes.get_title().partition(":")[0], set()).add(axes.get_yscale())
+    assert scales == expected
+
+
+def test_a_single_iteration_is_bars_with_their_numbers() -> None:
+    found = of_gradients((7,))
+    [page] = pages_of(found, "iterations")
+
+    for axes in drawn(page)[0].axes:
+        tensor, _, statistic = axes.get_title().partition(": ")
+        tallies = found.groups.by("quant_type", "tensor_name", tensor_name=tensor)
+        expected = [getattr(tallies[one,].stats, statistic) for one in TYPES]
+        assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
+        assert {f"{one:.4g}" for one in expected} <= {text.get_text() for text in axes.texts}
+        assert axes.get_xlabel() == "iteration 7, the only one"
+        assert [text.get_text() for text in axes.get_xticklabels()] == list(TYPES)
