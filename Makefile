@@ -8,6 +8,7 @@ STORE ?= captures
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_PYTHON := $(BIN)/python
@@ -15,26 +16,39 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-all test-store check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
+.PHONY: help setup demo docs cli-page pictures test test-all test-store check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## Make .venv and install capd with its development tools (fast when already done)
 
-# Most modules of the packages are never imported. The first import compiles those that are.
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "capd needs Python 3.11 or newer; run: make setup PYTHON=python3.12")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
-	@touch $@
+	@echo "A Python environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
-demo: setup ## Train a small GPT on two ranks, capture it, then show what was captured
-	@run_id=demo-$$(date +%Y%m%d-%H%M%S) && set -x && \
-	$(BIN)/capd run --store $(STORE) --run-id $$run_id --policy block -- \
-	    $(BIN)/torchrun $(TORCHRUN_ARGS) examples/train_text.py && \
-	$(BIN)/capd stats $(STORE)/$$run_id.zarr && \
-	$(BIN)/capd ls $(STORE)/$$run_id.zarr --limit 20
+# Most modules of the packages are never imported. The first import compiles those that are.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@ $(DEMO)
+
+# Its lines are the downloads: they take longest.
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "capd and what it needs to run, PyTorch first of all"
+	@rm -f $@
+	@{ $(BIN)/python -m pip install --no-compile --progress-bar off -c constraints.txt -e . && touch $@; } \
+	    | sed -un 's/^ *Downloading \(.*\)\.whl \((.*)\)$$/  \1 \2/p; s/^Installing collected packages.*/  installing/p'
+	@test -e $@
+
+demo: $(DEMO) ## Train a small GPT on two ranks, capture it, then compare number formats on what was captured
+	@run=$(STORE)/demo-$$(date +%Y%m%d-%H%M%S).zarr; export PATH=$(CURDIR)/$(BIN):$$PATH; set -e; \
+	echo "A small GPT trains on two ranks, and capd captures two of its steps"; \
+	capd run --store $(STORE) --run-id $$(basename $$run .zarr) --policy block -- \
+	    torchrun $(TORCHRUN_ARGS) examples/train_text.py; \
+	echo "The error of number formats on what was captured"; \
+	capd compare $$run; \
+	echo "next  capd report $$run -o report.html · capd ls $$run"
 
 test: setup ## Run the default test tier: every promise and every command once
 	$(PYTEST) -m "not slow and not fault and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
@@ -56,7 +70,7 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 
 check: check-static test ## Everything that must pass before a change lands
 
-check-static: format lint type imports ## Formatting, lint, types and import directions, without tests
+check-static: format lint type imports docs ## Formatting, lint, types, import directions and the documentation site, without tests
 
 format: setup
 	$(BIN)/ruff format --check $(SOURCES)
@@ -106,9 +120,15 @@ bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rou
 	$(BIN)/python benchmarks/store/store_seal.py --rounds 1 --series 1000
 	$(BIN)/python benchmarks/pt_files.py --rounds 2
 
-docs: setup ## Write docs/cli.md from the help of every command
+docs: setup ## Build the documentation site into site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+cli-page: setup ## Write docs/cli.md from the help of every command
 	$(BIN)/python -m tests.repo.cli_page
 
+pictures: setup ## Take the pictures of the documentation again, from a run of the demo's model in a real browser
+	$(BIN)/python -m tests.docs.pictures
+
 clean: ## Remove caches and build products, keep .venv and captured data
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

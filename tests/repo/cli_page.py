@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the help of every command and the hand-written parts in docs/cli: `make docs`.
+"""Writes docs/cli.md from the help of every command and the hand-written parts in docs/cli: `make cli-page`.
 
 A help text is paragraphs. One that begins with \\b is a block with a title: examples, or a list of words and meanings.
 """
@@ -19,7 +19,7 @@ __all__ = ["DOCS", "PAGE", "commands", "page"]
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "cli.md"
 _NOTE = (
-    "<!-- Written by `make docs` from the help of each command and from docs/cli/*.md: change those. -->\n"
+    "<!-- Written by `make cli-page` from the help of each command and from docs/cli/*.md: change those. -->\n"
 )
 _CODE = re.compile(r"`[^`]*`|(?<![\w-])--?[a-z][\w-]*|\b(?:CAPD|XDG)_[A-Z_]+\b(?:=\w+)?|\{\w+\}|'\*[^']*'")
 _ITEM = re.compile(r"(\S.*?)  +(\S.*)")

@@ -32,7 +32,8 @@ PAGES = sorted(
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 ENTRY = re.compile(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", re.MULTILINE)
 CHINESE_PAGES = (
-    "quickstart", "migration", "migration-files", "migration-runs", "comparing", "report", "plots", "emulation",
+    "quickstart", "tutorial", "migration", "migration-files", "migration-runs", "comparing", "report", "plots",
+    "emulation", "cluster", "faq",
 )  # fmt: skip
 CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,0 +1,53 @@
+"""The documentation site: its links lead where they lead on GitHub, and its pictures are there and small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.site_pages import OUTSIDE, followed
+from tests.kit.paths import REPOSITORY
+
+PICTURES = REPOSITORY / "docs" / "pictures"
+MOST_NBYTES = 1 << 20
+PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "expected"),
+    [
+        ("faq.md", "see [a](cli.md#b)", "see [a](cli.md#b)"),
+        ("faq.md", "[a](../SECURITY.md)", "[a](security.md)"),
+        ("faq.md", "[a](../capd/errors.py)", "a"),
+        ("faq.md", "[a](https://zarr.dev) [b](#c)", "[a](https://zarr.dev) [b](#c)"),
+        ("design/reading.md", "[a](../measurements.md) [b](README.md)", "[a](../measurements.md) [b](README.md)"),
+        ("index.md", "[a](docs/faq.md#b) [c](CONTRIBUTING.md)", "[a](faq.md#b) [c](contributing.md)"),
+        ("index.md", '<img src="docs/pictures/x.webp">', '<img src="pictures/x.webp">'),
+        ("megatron.md", "[a](../../docs/cli.md)", "[a](cli.md)"),
+        ("tutorial.md", "![a](pictures/x.webp)", "![a](pictures/x.webp)"),
+    ],
+)  # fmt: skip
+def test_a_link_of_a_page_leads_where_it_leads_in_the_repository(page: str, text: str, expected: str) -> None:
+    assert followed(text, page) == expected
+
+
+def test_the_pages_from_outside_of_docs_exist() -> None:
+    assert [source for source in OUTSIDE if not (REPOSITORY / source).is_file()] == []
+
+
+def test_the_pictures_are_small_and_each_is_shown_somewhere() -> None:
+    pictures = sorted(PICTURES.iterdir())
+    shown = "".join(page.read_text() for page in PAGES)
+
+    assert len(pictures) >= 3
+    assert sum(picture.stat().st_size for picture in pictures) <= MOST_NBYTES
+    assert [picture.name for picture in pictures if f"pictures/{picture.name}" not in shown] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_picture_of_a_page_exists(page: Path) -> None:
+    named = re.findall(r'(?:!\[[^\]]*\]\(|\bsrc(?:set)?=")(?!https?:)([^)"]+)', page.read_text())
+
+    assert [name for name in named if not (page.parent / name).is_file()] == []
