@@ -2,7 +2,7 @@
 # The tests start Python hundreds of times. Bytecode that is kept saves a fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
-TORCHRUN_ARGS ?= --nproc-per-node 2
+TORCHRUN_ARGS ?= --standalone --nproc-per-node 2
 STORE ?= captures
 
 VENV := .venv
@@ -42,10 +42,10 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	@test -e $@
 
 demo: $(DEMO) ## Train a small GPT on two ranks, capture it, then compare number formats on what was captured
-	@run=$(STORE)/demo-$$(date +%Y%m%d-%H%M%S).zarr; export PATH=$(CURDIR)/$(BIN):$$PATH; set -e; \
-	echo "A small GPT trains on two ranks, and capd captures two of its steps"; \
+	@run=$(STORE)/demo-$$(date +%Y%m%d-%H%M%S).zarr; export PATH=$(CURDIR)/$(BIN):$$PATH OMP_NUM_THREADS=1; set -e; \
+	echo "A small GPT trains on two ranks, and capd captures its first and its fourth step"; \
 	capd run --store $(STORE) --run-id $$(basename $$run .zarr) --policy block -- \
-	    torchrun $(TORCHRUN_ARGS) examples/train_text.py; \
+	    torchrun $(TORCHRUN_ARGS) examples/train_text.py --steps 4 --capture-steps 0,3; \
 	echo "The error of number formats on what was captured"; \
 	capd compare $$run; \
 	echo "next  capd report $$run -o report.html · capd ls $$run"
