@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,15 @@ QUALITY = 80
 
 
 class Picture(NamedTuple):
-    """A screenshot. place: an address within the report, "" for the page that opens."""
+    """A screenshot.
+
+    place: An address within the report, "" for the page that opens.
+    choices: The options to choose there, by their labels.
+    """
 
     name: str
     place: str = ""
+    choices: tuple[tuple[str, str], ...] = ()
     height: int = 800
     theme: str = "light"
     locale: str = "en-GB"
@@ -37,21 +43,22 @@ SHOTS = (
     Picture("report-light"),
     Picture("report-dark", theme="dark"),
     Picture("report-zh", locale="zh-CN"),
-    Picture("errors", "errors", height=720),
+    Picture("errors", "errors", choices=(("format", "mxfp8"),), height=720),
     Picture("distributions", "distributions", height=720),
 )
 
 
 def captured(directory: Path) -> Path:
     """Return the report of a captured run of the demo's model on two ranks."""
-    capd = [sys.executable, "-m", "capd"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = [*torchrun, "examples/train_text.py"]
-    run = ["run", "--store", str(directory), "--run-id", "demo", "--policy", "block", "--", *job]
-    report = directory / "report.html"
-    subprocess.run([*capd, *run], cwd=REPOSITORY, check=True)
-    subprocess.run([*capd, "report", str(directory / "demo.zarr"), "-o", str(report)], check=True)
-    return report
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    capd, torchrun = ["-m", "capd"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    model = [str(REPOSITORY / "examples" / "train_text.py"), "--steps", "4", "--capture-steps", "0,3"]
+    for command in (
+        [*capd, "run", "--run-id", "demo", "--policy", "block", "--", sys.executable, *torchrun, *model],
+        [*capd, "report", "captures/demo.zarr", "-o", "report.html"],
+    ):
+        subprocess.run([sys.executable, *command], cwd=directory, env=environ, check=True)
+    return directory / "report.html"
 
 
 def screenshot(browser: Any, report: Path, picture: Picture) -> bytes:
@@ -68,6 +75,8 @@ def screenshot(browser: Any, report: Path, picture: Picture) -> bytes:
     opened.page.wait_for_selector("main section")
     if picture.place:
         opened.go(picture.place)
+    for label, option in picture.choices:
+        opened.choose(label, option)
     opened.settle()
     png = opened.page.screenshot()
     context.close()
