@@ -74,5 +74,5 @@ def run_python(source: str, place: str, session: dict[str, Any]) -> Any:
     """
     tree = ast.parse(source, place)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, place, "exec"), session)
-    return eval(compile(ast.Expression(last.value), place, "eval"), session) if last else None
+    exec(compile(tree, place, "exec"), session)  # noqa: S102
+    return eval(compile(ast.Expression(last.value), place, "eval"), session) if last else None  # noqa: S307

@@ -1,6 +1,6 @@
 """Takes the pictures of the documentation: a run of the demo's model, its report, and a real browser's screenshots.
 
-    make pictures
+make pictures
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def test_the_first_page_is_short(name: str) -> None:
     assert len((REPOSITORY / name).read_text().split()) <= 600
 
 
-@pytest.mark.parametrize("variant", ["bare copies", "**capd**", "synchronous `.cpu()` + statistics + `torch.save`"])
+@pytest.mark.parametrize(
+    "variant", ["bare copies", "**capd**", "synchronous `.cpu()` + statistics + `torch.save`"]
+)
 def test_the_first_page_has_the_measured_times(variant: str) -> None:
     measured = (REPOSITORY / "docs" / "measurements.md").read_text()
     figure = re.search(rf"^\| {re.escape(variant)} \| \**([\d.]+)", measured, re.MULTILINE)
