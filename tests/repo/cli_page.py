@@ -18,9 +18,7 @@ __all__ = ["DOCS", "PAGE", "commands", "page"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "cli.md"
-_NOTE = (
-    "<!-- Written by `make cli-page` from the help of each command and from docs/cli/*.md: change those. -->\n"
-)
+_NOTE = "<!-- Written by `make cli-page` from the help of each command and from docs/cli/*.md: change those. -->\n"
 _CODE = re.compile(r"`[^`]*`|(?<![\w-])--?[a-z][\w-]*|\b(?:CAPD|XDG)_[A-Z_]+\b(?:=\w+)?|\{\w+\}|'\*[^']*'")
 _ITEM = re.compile(r"(\S.*?)  +(\S.*)")
 

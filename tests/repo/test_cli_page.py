@@ -14,7 +14,9 @@ COMMANDS = {name: (command, context) for name, command, context in commands()}
 
 
 def test_the_page_is_what_the_help_of_the_commands_says() -> None:
-    assert PAGE.read_text() == page(), "docs/cli.md is not up to date: run `make cli-page` and commit the page"
+    assert PAGE.read_text() == page(), (
+        "docs/cli.md is not up to date: run `make cli-page` and commit the page"
+    )
 
 
 def test_every_part_written_by_hand_is_of_a_verb() -> None:
