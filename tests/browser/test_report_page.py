@@ -26,6 +26,7 @@ from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Moment
 from tests.browser.conftest import Opened
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
+from tests.kit.store.scalars import write_scalars
 from tests.kit.tiers import rows
 
 Open = Callable[..., Opened]
@@ -404,3 +405,20 @@ def test_a_thousand_series_take_less_than_two_megabytes(opened: Open, tmp_path: 
     for place in (*PAGES, f"tensor/{MOST_SERIES - 1}"):
         shown.go(place)
         assert shown.page.evaluate("document.documentElement.scrollWidth") == 400, place
+
+
+def test_scalars_are_drawn_above_the_iterations_on_the_same_axis(opened: Open, tmp_path: Path) -> None:
+    run = write_scalars(tmp_path, "run", [[3.0, 2.0, 1.5, 1.0], [1.0, 2.0, 2.5, 3.0]], [0.1, 0.2, 0.3, 0.4])
+    shown = opened(report(run, tmp_path / "report.html", "--quick"))
+    shown.go("iterations")
+
+    assert shown.page.locator("main h2").all_text_contents() == ["Scalars", "Over iterations"]
+    assert shown.page.locator("main h3").all_text_contents()[:2] == ["loss", "rate"]
+    legends = shown.page.locator(".legend").all_text_contents()
+    # Ranks that agree need one line.
+    assert legends[:2] == ["meansmallestlargest", "rate"]
+    marks = "(plot) => plot.querySelector('.u-over').getBoundingClientRect().left"
+    assert len({shown.page.locator(".plot").nth(at).evaluate(marks) for at in range(3)}) == 1
+    shown.page.locator("summary").first.click()
+    rows = shown.page.locator("main details table").first.locator("tbody tr").all_text_contents()
+    assert rows == ["0213", "1222", "221.52.5", "3213"]

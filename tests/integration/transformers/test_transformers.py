@@ -97,8 +97,8 @@ def test_a_trainers_losses_norms_and_rates_come_by_themselves(ran: Ran) -> None:
     for name, first in (("loss", 0), ("eval_loss", 1)):
         assert [value.hex() for value in values[name].values.tolist()] == logged[first::2]
     assert {name: one.iterations.tolist() for name, one in values.items()} == {
-        name: [0, 1, 2] for name in ("loss", "eval_loss", "grad_norm", "learning_rate")
-    } | {"train_loss": [2]}
+        name: [*range(STEPS)] for name in ("loss", "eval_loss", "grad_norm", "learning_rate")
+    } | {"train_loss": [STEPS - 1]}
     assert (values["grad_norm"].values > 0).all()
 
 
