@@ -38,7 +38,7 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "capd and what it needs to run, PyTorch first of all"
 	@rm -f $@
 	@{ $(BIN)/python -m pip install --no-compile --progress-bar off -c constraints.txt -e . && touch $@; } \
-	    | sed -un 's/^ *Downloading \(.*\)\.whl \((.*)\)$$/  \1 \2/p; s/^Installing collected packages.*/  installing/p'
+	    | sed -un 's/^ *Downloading \([^-]*-[^-]*\)-[^ ]*\.whl \((.*)\)$$/  \1 \2/p; s/^Installing collected packages.*/  installing/p'
 	@test -e $@
 
 demo: $(DEMO) ## Train a small GPT on two ranks, capture it, then compare number formats on what was captured
