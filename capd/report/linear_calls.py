@@ -158,8 +158,9 @@ def _chosen(modules: Sequence[Sequence[_Call]]) -> list[_Call]:
 
 
 def _evenly(values: Sequence[T], most: int) -> list[T]:
+    """Return at most so many values, each from the middle of its share."""
     number = min(most, len(values))
-    return [values[place * len(values) // number] for place in range(number)]
+    return [values[(2 * place + 1) * len(values) // (2 * number)] for place in range(number)]
 
 
 def _matrix(bits: NDArray[np.generic], operand: _Operand) -> torch.Tensor:

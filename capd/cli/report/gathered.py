@@ -35,7 +35,7 @@ def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> Gather
     gathered = GatheredRecords()
     if series:
         gathered.series = SeriesSummaries()
-        gathered.calls = LinearCalls() if len(found.names) == 1 else None
+        gathered.calls = LinearCalls() if asked.get("choices") and len(found.names) == 1 else None
     found.gather(gathered, **asked)
     if gathered.without_statistics:
         note(

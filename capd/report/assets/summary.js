@@ -21,6 +21,7 @@ const TEXTS = {
   table: "SQNR in dB of each format",
   note: "Each format is applied to the captured values after the fact. SQNR = 10·log10(Σx² / Σd²); 6 dB are about a bit. All cells have one colour scale. Bits count the scales. ★ is the best format of a role: the fewest lost values, then the highest SQNR. Below a number: the shares of its values that became zero (zero), exceed the largest value (saturated), or became NaN or Inf (lost); shares below 0.1 % are left out.",
   products: ({ measured, found, left_out: out }) => `Y = XWᵀ, dX = dYW and dW = dYᵀX: products of quantised operands, in blocks along the axis that the product sums over, of ${count(measured)} of ${count(found)} calls of linear layers, evenly over the modules${out ? `; ${count(out)} cannot be measured` : ""}. At most 64 rows of each product are computed.`,
+  severalRuns: "Products of linear layers are not measured over several runs together.",
   noProducts: "Products are not measured: no call of a linear layer in this selection has its input, weight and output gradient.",
   worst: "The worst tensors, each in the best format of its role",
   worstTitle: "Worst tensors",
@@ -115,7 +116,7 @@ function worstTable(worst) {
 export function summary(data) {
   const { verdict } = data;
   if (!verdict.formats.length) return section(TEXTS.title, null, nothing(data.quick ? TEXTS.quick : data.formats.length ? TEXTS.noSource : TEXTS.noFormats));
-  const products = verdict.calls?.found ? TEXTS.products(verdict.calls) : TEXTS.noProducts;
+  const products = verdict.calls === null ? TEXTS.severalRuns : verdict.calls.found ? TEXTS.products(verdict.calls) : TEXTS.noProducts;
   return [
     section(TEXTS.title, null, el("div", { class: "statements" }, verdict.statements.map((said) => el("p", {}, TEXTS.statements[said.rule](said)))), formatTable(verdict), el("p", { class: "note" }, TEXTS.note), el("p", { class: "note" }, products)),
     section(TEXTS.worstTitle, null, verdict.worst.length ? worstTable(verdict.worst) : nothing(TEXTS.noWorst)),

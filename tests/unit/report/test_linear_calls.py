@@ -150,13 +150,18 @@ def test_many_calls_are_chosen_evenly_over_the_modules() -> None:
         item(name, values, module=f"m{module}", iteration=iteration)
         for module in range(5)
         for iteration in range(20)
-        for name, values in (("input", X * (1 + module)), ("weight", W), ("grad_output", DY))
+        for name, values in (("input", X * 2.0**module), ("weight", W), ("grad_output", DY))
     ]
 
     found = measured(*items)
 
     assert (found.calls, found.measured, found.left_out) == (100, MOST_CALLS, 0)
-    assert found.errors["mxfp8"]["Y"].records == MOST_CALLS
+    errors = found.errors["mxfp8"]["Y"]
+    assert errors.records == MOST_CALLS
+    # Seven calls of the first two modules, six of the other three. A power of two scales Y and nothing else.
+    one = measured(*items[:3]).errors["mxfp8"]["Y"]
+    times = sum(share * 4**module for module, share in enumerate((7, 7, 6, 6, 6)))
+    assert errors.sums.x2 == times * one.sums.x2
 
 
 def test_without_formats_nothing_is_measured() -> None:
