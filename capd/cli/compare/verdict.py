@@ -92,13 +92,17 @@ def _about_calls(calls: Row | None) -> list[str]:
 
 
 def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:
+    """Print the worst tensors. Columns that tell nothing, because all cells agree or are zero, are left out."""
+    places = [name for name in ("quant_type", "rank") if len({one[name] for one in worst}) > 1]
     columns = [
-        Column("series", [one["series"] for one in worst], is_name=True),
-        Column("role", [one["role"] for one in worst], spare=3),
+        Column("tensor", [one["series"].rpartition("/")[2] for one in worst], is_name=True),
+        *(Column(name, [str(one[name]) for one in worst], right=name == "rank") for name in places),
         Column("format", [one["format"] for one in worst], is_name=True),
         Column("SQNR dB", aligned([one["sqnr_db"] for one in worst]), right=True),
-        Column("lost", [human_count(one["lost"]) for one in worst], right=True),
-        Column("zero %", aligned([one["underflow_percent"] for one in worst]), right=True, spare=1),
-        Column("sat. %", aligned([one["saturation_percent"] for one in worst]), right=True, spare=2),
     ]
+    if any(one["lost"] for one in worst):
+        columns.append(Column("lost", [human_count(one["lost"]) for one in worst], right=True))
+    for title, name, spare in (("zero %", "underflow_percent", 1), ("sat. %", "saturation_percent", 2)):
+        if any(one[name] for one in worst):
+            columns.append(Column(title, aligned([one[name] for one in worst]), right=True, spare=spare))
     print_columns(columns, wide=wide)

@@ -11,7 +11,7 @@ const LEAST_SPAN = 6; // dB: about a bit; smaller differences are no red and gre
 const CLOSE_BITS = 0.5;
 const FEW_PERCENT = 0.1;
 
-const short = (value) => (typeof value === "number" ? String(Number(value.toPrecision(3))) : num(value));
+const short = (value) => String(Number(value.toPrecision(3)));
 const down = (decibels) => (Math.floor(decibels * 10) / 10).toFixed(1);
 const up = (decibels) => (Math.ceil(decibels * 10) / 10).toFixed(1);
 const listed = (words, last) => (words.length === 1 ? words[0] : `${words.slice(0, -1).join(", ")} ${last} ${words[words.length - 1]}`);
@@ -82,7 +82,7 @@ function cell(errors, isBest, [low, high], small) {
   if (!errors) return el("td", { class: "number" }, "–");
   const value = errors.sqnr_db;
   const star = isBest ? el("span", { title: TEXTS.best, "aria-label": TEXTS.best, role: "img" }, " ★") : null;
-  const node = el("td", { class: "number" }, el("strong", {}, short(value)), star, small.map((text) => el("div", { class: "share" }, text)));
+  const node = el("td", { class: "number" }, el("strong", {}, typeof value === "number" ? value.toFixed(1).replace("-", "−") : num(value)), star, small.map((text) => el("div", { class: "share" }, text)));
   if (typeof value === "number") {
     const colour = shade(SCALES.viridis, (value - low) / (high - low));
     node.style.background = css(colour);

@@ -1,4 +1,4 @@
-"""The verdict in the page's data: the document's, rounded, with the places of the worst tensors among the series."""
+"""The verdict in the page's data: the document's, with the places of the worst tensors among the series."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def verdict_data(verdict: Mapping[str, Any], series: Sequence[Mapping[str, Any]]
             {
                 **picked(one, "format", "bits_per_value", "scaled"),
                 **{
-                    of: {name: picked(errors, *_NUMBERS) for name, errors in one[of].items()}
+                    of: {name: _exact(errors) for name, errors in one[of].items()}
                     for of in ("roles", "products")
                 },
             }
@@ -38,3 +38,9 @@ def verdict_data(verdict: Mapping[str, Any], series: Sequence[Mapping[str, Any]]
         ],
         "calls": verdict["calls"],
     }
+
+
+def _exact(errors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of some errors. The page shows three digits, and would round four digits twice."""
+    found: dict[str, Any] = strict_json({name: errors[name] for name in _NUMBERS})
+    return found

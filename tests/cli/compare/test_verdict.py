@@ -63,7 +63,7 @@ def test_the_table_the_sentences_and_the_worst_tensors_are_printed(capd: Capd, r
         for line in lines
     )
     worst = lines[lines.index("The worst tensors, each in the best format of its role:") + 1 :]
-    assert worst[0].split()[:3] == ["series", "role", "format"]
+    assert worst[0].split()[:3] == ["tensor", "format", "SQNR"]
     assert len(worst) == 1 + 6
 
 
