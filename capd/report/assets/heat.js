@@ -37,7 +37,7 @@ export function scaleKey(scale, low, high) {
   return el("div", { class: "key" }, low, bar, high);
 }
 
-/** The legend of a colour scale from low to high. */
+/** The legend of a colour scale from low to high, and whether some of the values lie beyond. */
 export function key(scale, [low, high], values, unit) {
   if (low === high) return el("div", { class: "key" }, say("all {0} {1}", num(low), unit));
   return scaleKey(scale, `${Math.min(...values) < low ? "≤ " : ""}${num(low)}`, `${Math.max(...values) > high ? "≥ " : ""}${num(high)} ${unit}`);

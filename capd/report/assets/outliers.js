@@ -7,6 +7,7 @@ import { QUICK } from "./errors.js";
 import { say, word } from "./language.js";
 import { count, drawable, layerText, num } from "./numbers.js";
 import { figure, table } from "./tables.js";
+import { seriesPath } from "./tensors.js";
 
 const MOST = 12; // links to modules below a figure
 
@@ -17,11 +18,6 @@ function outlierOf(one) {
   if (!one.outlier) return null;
   const [number, ratio, percent, channel, amax] = one.outlier;
   return { channels: number, ratio, percent, channel, amax };
-}
-
-/** Where the page of a series is. */
-export function seriesPath(place) {
-  return `#tensor/${place}`;
 }
 
 /** The series whose channels were measured, each with them and its place among the pages. */

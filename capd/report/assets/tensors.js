@@ -7,7 +7,6 @@ import { errorColumns, errorRows, metricText, QUICK } from "./errors.js";
 import { say, word } from "./language.js";
 import { axisControl, isLogarithmic, overIterations } from "./layers.js";
 import { count, layerText, nbytes, num } from "./numbers.js";
-import { seriesPath } from "./outliers.js";
 import { recipeText } from "./recipe.js";
 import { spreadOver } from "./spread.js";
 import { table } from "./tables.js";
@@ -16,6 +15,11 @@ const FILTERS = { quant_type: word("quant type"), rank: word("rank"), layer: wor
 const COUNTS = { count: word("count"), zero: word("zero"), nan: "NaN", inf: "Inf" };
 const STATISTICS = [word("mean"), word("std"), word("min"), word("max"), word("absmax")];
 const WHERE = { ...FILTERS, phase: word("phase"), operation: word("operation"), component: word("component"), module: word("module"), stack: word("stack"), dtype: word("dtype") };
+
+/** Where the page of a series is. */
+export function seriesPath(place) {
+  return `#tensor/${place}`;
+}
 
 function row(text, name, show) {
   return { text: say(text), number: true, value: (one) => one[name], show };
