@@ -121,7 +121,7 @@ bench-store: setup ## Run the store's benchmarks in few rounds; each takes --rou
 	$(BIN)/python benchmarks/pt_files.py --rounds 2
 
 docs: setup ## Build the documentation site into site/; a link that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 cli-page: setup ## Write docs/cli.md from the help of every command
 	$(BIN)/python -m tests.repo.cli_page
