@@ -69,7 +69,8 @@ def serve(
 ) -> None:
     """Run the daemon of this node in the foreground.
 
-    Ranks find the daemon through CAPD_ENDPOINT. The log line "listening on …" gives the value.
+    Ranks find the daemon through CAPD_ENDPOINT. The log gives its value, and the lines with which jobs join. A script
+    that does not import capd_client needs CAPD_WATCH=1, too.
 
     SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals the
     records that a killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from capd.cli.store.counters import Counters
+from capd.cli.store.stats_view import which_run
 from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
 from tests.kit import forking
@@ -175,6 +176,15 @@ def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: 
         )
         assert len(lines) <= 11
         assert terminal.screen.scrolled == scrolled
+
+
+def test_a_run_whose_ranks_have_left_is_not_called_live(capd: Capd, second: Path) -> None:
+    stored = Counters(**capd("stats", second, "--json").json)
+    held = stored.model_copy(update={"source": "daemon"})
+
+    assert which_run(held) == f"second (its ranks have left; {second})"
+    held.sessions[0].state = "live"
+    assert which_run(held) == f"second (live; {second})"
 
 
 def drop(key: Key, reason: str, count: int, first: int, last: int) -> LedgerRow:

@@ -84,3 +84,12 @@ def test_an_installation_that_is_gone_or_broken_says_nothing(installed: Installe
     (broken / "sitecustomize.py").write_text((BOOTSTRAP / "sitecustomize.py").read_text())
     (broken / "_capd_startup.py").write_text("raise OSError('broken')")
     assert start(installed, **ON)[1] == finders
+
+
+def test_a_problem_is_said_where_there_is_no_capd_run_to_say_it(installed: Installed) -> None:
+    script = (
+        f"import sys; sys.path.insert(0, {str(BOOTSTRAP)!r}); from _capd_notes import note\n"
+        "note('torch'); note('problem msgspec is missing')"
+    )
+
+    assert installed.run("-c", script).stderr == "capd: nothing is captured: msgspec is missing\n"

@@ -382,3 +382,12 @@ def test_a_recipe_that_cannot_be_read_emulates_nothing_and_is_named(caplog: pyte
     assert "mxfp9" in caplog.text
     with pytest.raises(ConfigError, match="mxfp9"):
         load_config({"CAPD_EMULATE": "mxfp9", "CAPD_STRICT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "watch"), [("auto", "auto"), ("1", "auto"), ("Yes", "auto"), ("0", "off"), ("OFF", "off")]
+)
+def test_watching_is_said_in_the_words_of_a_switch_too(text: str, watch: str, empty_folder: Path) -> None:
+    assert load_config({"CAPD_WATCH": text}).watch == watch
+    with pytest.raises(ConfigError, match="supported: auto, off, 1, 0"):
+        load_config({"CAPD_WATCH": f"{text}?", "CAPD_STRICT": "1"})
