@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capd.cli.output import human_count
-from capd.cli.table import Column, drawn, in_one_unit
+from capd.cli.table import Column, in_one_unit
 
-__all__ = ["drop_lines"]
+__all__ = ["drop_columns"]
 
 
-def drop_lines(drops: Sequence[Mapping[str, Any]], *, wide: bool = False) -> Iterator[str]:
-    """Yield the lines of a table of the drops that `capd.drops.drops_of` returns."""
-    if not drops:
-        yield "nothing was dropped"
-        return
+def drop_columns(drops: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Return the columns of a table of the drops that `capd.drops.drops_of` returns."""
     unit, sizes = in_one_unit([drop["bytes"] or 0 for drop in drops])
 
     def known(field: str) -> list[str]:
         return ["" if drop["rank"] is None else _text(drop[field]) for drop in drops]
 
-    columns = [
+    return [
         Column("reason", [drop["reason"] for drop in drops]),
         Column("count", [human_count(drop["count"]) for drop in drops], right=True),
         Column(unit, ["" if drop["rank"] is None else size for drop, size in zip(drops, sizes, strict=True)],
@@ -34,7 +31,6 @@ def drop_lines(drops: Sequence[Mapping[str, Any]], *, wide: bool = False) -> Ite
         Column("tensor", [_tensor(drop) for drop in drops], is_name=True),
         Column("dtype", known("dtype"), spare=3),
     ]  # fmt: skip
-    yield from drawn(columns, wide=wide)[0]
 
 
 def _text(value: Any) -> str:

@@ -8,6 +8,7 @@ from capd.cli.options import Wide, flag, option
 from capd.cli.output import note, print_either
 from capd.cli.store.stats_view import render
 from capd.cli.stores import RunOption, StoreArgument
+from capd.cli.table import note_left_out, print_columns
 from capd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,14 +60,20 @@ def stats(
     counters = source.read()
     if source.problem and store is None:
         note(f"{source.problem}; these are the counters of the store")
-    print_either(counters.model_dump(), render(counters, wide=wide), as_json=as_json)
+    lines, left_out = render(counters, wide=wide)
+    print_either(counters.model_dump(), lines, as_json=as_json)
+    if not as_json:
+        note_left_out(left_out)
 
 
 def _drops(source: Source, as_json: bool, *, wide: bool) -> None:
     """Print the store's ledger. With a live daemon it is at most a second old."""
-    from capd.cli.store.drops import drop_lines
+    from capd.cli.store.drops import drop_columns
     from capd.drops import drops_of
     from capd.store.read.store import open_store
 
     found = drops_of(open_store(source.read().path).sessions)
-    print_either(found, drop_lines(found, wide=wide), as_json=as_json)
+    if found and not as_json:
+        print_columns(drop_columns(found), wide=wide)
+    else:
+        print_either(found, ["nothing was dropped"], as_json=as_json)

@@ -19,8 +19,11 @@ __all__ = ["one_line", "render", "which_run"]
 _LABEL = len("statistics  ")
 
 
-def render(counters: Counters, *, wide: bool = False) -> list[str]:
-    """Return the counters as lines for people. If captures were lost, the first line says so."""
+def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[str]]:
+    """Return the counters as lines for people, and the names of the columns that do not fit the terminal.
+
+    If captures were lost, the first line says so.
+    """
     losses, chosen = describe_drops(counters.dropped, counters.why_full), left_out(counters.dropped)
     lines = [
         *([losses] if losses else []),
@@ -46,7 +49,8 @@ def render(counters: Counters, *, wide: bool = False) -> list[str]:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
         )
-    return prose(lines, _LABEL, wide=wide) + _session_table(counters, wide=wide)
+    table, unfit = drawn(_session_columns(counters), wide=wide) if counters.sessions else ([], [])
+    return [*prose(lines, _LABEL, wide=wide), *([""] if table else []), *table], unfit
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:
@@ -65,15 +69,13 @@ def _statistics(counters: Counters) -> str:
     return f"{human_count(counters.statistics_records)} of {human_count(counters.records)} records keep nothing else"
 
 
-def _session_table(counters: Counters, *, wide: bool) -> list[str]:
+def _session_columns(counters: Counters) -> list[Column]:
     sessions = sorted(counters.sessions, key=lambda s: (s.attempt, s.rank))
-    if not sessions:
-        return []
 
     def numbers(name: str, counts: Iterable[int], spare: int = 0) -> Column:
         return Column(name, [human_count(count) for count in counts], right=True, spare=spare)
 
-    columns = [
+    return [
         numbers("rank", (session.rank for session in sessions)),
         numbers("attempt", (session.attempt for session in sessions), 4),
         Column("host", [session.host for session in sessions], is_name=True, spare=2),
@@ -85,7 +87,6 @@ def _session_table(counters: Counters, *, wide: bool) -> list[str]:
         numbers("dropped", (sum(lost(session.dropped).values()) for session in sessions)),
         numbers("left out", (sum(left_out(session.dropped).values()) for session in sessions), 1),
     ]
-    return ["", *drawn(columns, wide=wide)[0]]
 
 
 def _state(session: SessionStats) -> str:

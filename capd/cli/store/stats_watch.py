@@ -37,7 +37,7 @@ def watch_counters(source: Source, interval_s: float, *, as_json: bool, wide: bo
         block = RedrawnBlock()
         for counters, gone in refreshes:
             before = ["daemon gone; the last counters known:"] if gone else []
-            block.draw([*before, *render(counters, wide=wide)])
+            block.draw([*before, *render(counters, wide=wide)[0]])
     else:
         first = True
         for counters, gone in refreshes:
