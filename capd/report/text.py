@@ -43,7 +43,7 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     if without:
         yield f"{human_count(without)} records have no stored statistics; their values are left out"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
-    yield from _verdict(plain["verdict"])
+    yield from _verdict(plain["verdict"], plain["sources"])
     yield from _scalars(plain["scalars"])
     for fields in GROUPINGS:
         yield ""
@@ -52,11 +52,13 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     yield from _formats(plain)
 
 
-def _verdict(verdict: Row) -> Iterator[str]:
+def _verdict(verdict: Row, sources: Sequence[str]) -> Iterator[str]:
     """Yield the verdict, nothing if no format was measured."""
     if not verdict["formats"]:
         return
     yield ""
+    if len(sources) > 1:
+        yield f"the verdict is on the records of {human_count(len(sources), 'run')} together"
     yield from (one["text"] for one in verdict["statements"])
     rows = [
         (

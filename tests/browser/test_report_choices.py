@@ -259,6 +259,9 @@ def test_several_runs_stand_side_by_side(opened: Open, made: tuple[Path, Values]
     other, values = written(tmp_path, "other", ("bf16",), (0, 1))
     shown = opened(report(tmp_path / "both.html", store, other))
     assert shown.text("h1") == "capd report run, other"
+    assert shown.text("main .note").startswith("The verdict is on the records of 2 runs together: ")
+    assert {row["tensor"].split("/")[0] for row in rows_of(shown)} == {"run", "other"}
+    shown.go("overview")
     assert [row["quant type"] for row in rows_of(shown)] == ["other: bf16", "run: bf16", "run: mxfp8"]
     ledger = rows_of(shown, 1)
     assert [row["run"].rpartition("/")[2] for row in ledger] == ["run.zarr", "other.zarr"]
@@ -273,6 +276,7 @@ def test_several_runs_stand_side_by_side(opened: Open, made: tuple[Path, Values]
 
 def test_an_emulation_is_words(opened: Open, made: tuple[Path, Values]) -> None:
     shown = opened(made[0])
+    shown.go("overview")
     said = shown.page.locator("main dl dd[title]").all_inner_texts()
     assert said == [
         "not said",
@@ -303,6 +307,6 @@ def test_the_page_speaks_chinese_and_remembers_it(opened: Open, made: tuple[Path
     assert shown.page.evaluate("document.documentElement.lang") == "zh-Hans"
     shown.page.reload()
     shown.page.wait_for_selector("main section")
-    assert shown.page.locator("nav a").first.inner_text() == "概览"
+    assert shown.page.locator("nav a").first.inner_text() == "总结"
     shown.choose("语言", "English")
-    assert shown.page.locator("nav a").first.inner_text() == "Overview"
+    assert shown.page.locator("nav a").first.inner_text() == "Summary"

@@ -192,7 +192,7 @@ def test_the_keyboard_reaches_everything_that_can_be_pressed(opened: Open, page:
 @pytest.mark.slow
 def test_enter_on_a_page_of_the_menu_goes_there_and_takes_the_focus_along(opened: Open, page: Path) -> None:
     shown = opened(page)
-    shown.page.get_by_role("link", name="HiFP8").focus()
+    shown.page.get_by_role("link", name="HiFP8", exact=True).focus()
     shown.page.keyboard.press("Enter")
     shown.page.wait_for_selector("h2:has-text('HiFP8')")
     assert shown.page.evaluate("[location.hash, document.activeElement.tagName]") == ["#hifp8", "MAIN"]

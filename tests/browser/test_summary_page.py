@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_the_page_says_the_sentences_of_the_verdict(opened: Open, tmp_path: Path
     shown = opened(out, width=400)
 
     assert shown.page.locator(".statements p").all_inner_texts() == [one["text"] for one in said]
+    shown.choose("language", "中文")
+    chinese = shown.page.locator(".statements p").all_inner_texts()
+    assert len(chinese) == len(said)
+    assert all(one.endswith("。") for one in chinese)
+    # Only the names of formats, units and values are not Chinese.
+    names = {*(label for table in VERDICTS.values() for label in table), "dB", "tensor", "Inf", "NaN"}
+    assert {each for one in chinese for each in re.findall("[A-Za-z]\\w*", one)} <= names
+    assert "不带缩放因子的 hifp8 在梯度上比 fp8 低 10.9 dB；有 40 % 的值低于它的最小正规数。" in chinese
 
 
 def test_a_few_tenths_of_a_db_look_alike(opened: Open, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ const NOTES = {
   series: word("Tensors: the first {1} of {0} series have their own page; the groups cover all. --layer, --rank and --tensor choose others."),
   records: word("Tensors: at most {1} records of each series are drawn, evenly chosen."),
   iterations: word("Iterations: at most {1} of each tensor are drawn, evenly chosen."),
+  scalars: word("Iterations: the first {1} of {0} scalars are drawn."),
+  points: word("Iterations: at most {1} of each scalar are drawn, evenly chosen."),
   channels: word("Outliers: of {0} groups, the {1} with the largest share of outliers are shown."),
   boxes: word("Layers: of {0} pairs of a tensor and a layer, the first {1} are shown."),
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from capd.report.page.group_data import Notes
 from capd.report.page.plain import rounded
 
 __all__ = ["scalars_data"]
@@ -12,13 +13,13 @@ _MOST_SCALARS, _MOST_POINTS = 40, 400
 _LISTS = ("iteration", "mean", "min", "max")
 
 
-def scalars_data(plain: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
+def scalars_data(plain: dict[str, Any], notes: Notes) -> list[dict[str, Any]]:
     """Return the lines of the scalars of `plain`, the report's document. Long ones are thinned evenly."""
     lines = plain["scalars"]
     if len(lines) > _MOST_SCALARS:
-        notes.append(f"scalars: the first {_MOST_SCALARS} of {len(lines):,} are drawn")
+        notes.append({"about": "scalars", "found": len(lines), "shown": _MOST_SCALARS})
     if any(len(line["iteration"]) > _MOST_POINTS for line in lines):
-        notes.append(f"scalars: at most {_MOST_POINTS} iterations of each are drawn, evenly chosen")
+        notes.append({"about": "points", "shown": _MOST_POINTS})
     return [_thinned(line) for line in lines[:_MOST_SCALARS]]
 
 
