@@ -10,6 +10,7 @@ const HEIGHT = 300;
 const MARKED = 40; // up to so many points have a marker each
 const FONT = "12px system-ui, sans-serif";
 const TICK = 10;
+const COMPARED = 68; // the room of an upright axis, so that charts above each other begin at one place
 const live = new Set();
 
 /** Forget the charts of the page that is left. */
@@ -44,7 +45,7 @@ function room(plot, marks, place, cycle) {
   const axis = plot.axes[place];
   plot.ctx.font = axis.font[0];
   const widest = Math.max(0, ...(marks ?? []).map((mark) => plot.ctx.measureText(mark).width));
-  return Math.max(cycle > 1 ? axis._size : 0, Math.ceil(TICK + axis.gap + widest / devicePixelRatio));
+  return Math.max(axis.least, cycle > 1 ? axis._size : 0, Math.ceil(TICK + axis.gap + widest / devicePixelRatio));
 }
 
 /** linear: 1, logarithmic: 3, logarithmic on either side of zero: 4, as uPlot numbers them. */
@@ -52,10 +53,10 @@ function distribution(axis) {
   return axis.signed ? { distr: 4, asinh: axis.signed } : { distr: axis.log ? 3 : 1 };
 }
 
-function axisOf(axis, scale, side) {
+function axisOf(axis, scale, side, least = 0) {
   const [colour, faint] = ["text", "grid"].map((name) => () => themed(name));
   return {
-    scale, side, label: axis.label, labelSize: 22, size: side % 2 ? room : 44, font: FONT, labelFont: FONT, stroke: colour,
+    scale, side, label: axis.label, labelSize: 22, size: side % 2 ? room : 44, least, font: FONT, labelFont: FONT, stroke: colour,
     grid: { show: scale !== "right", stroke: faint, width: 1, ...(axis.log || axis.signed ? { filter: decades } : {}) }, ticks: { stroke: faint, width: 1 },
     values: (plot, marks) => marks.map((mark) => (mark === null ? "" : (axis.show ?? num)(mark))),
     ...(axis.whole ? { incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536, 1e6, 1e7, 1e8] } : {}),
@@ -75,8 +76,8 @@ function seriesOf(line, number, points) {
 }
 
 /**
- * chart({ label, x: { label, values, show?, whole? }, y: { label, log?, signed?, zero?, show? }, right?, lines }).
- * signed: the magnitude up to which a logarithmic axis of both signs is linear.
+ * chart({ label, x: { label, values, show?, whole?, range? }, y: { label, log?, signed?, zero?, show? }, right?, lines }).
+ * x.range: of the axis, for charts above each other. signed: the magnitude up to which a logarithmic axis of both signs is linear.
  * lines: [{ label, values, steps?, stems?, filled?, right?, shown?, look? }], values null where there is none.
  */
 export function chart({ label, x, y, right, lines, height = HEIGHT }) {
@@ -92,7 +93,7 @@ export function chart({ label, x, y, right, lines, height = HEIGHT }) {
   }
 
   function draw(width) {
-    const axes = [axisOf(x, "x", 2), axisOf(y, "y", 3), ...(right ? [axisOf(right, "right", 1)] : [])];
+    const axes = [axisOf(x, "x", 2), axisOf(y, "y", 3, x.range ? COMPARED : 0), ...(right ? [axisOf(right, "right", 1)] : [])];
     const scales = { x: { time: false, range: x.range }, y: { ...distribution(y), range: scaleRange(y) }, ...(right ? { right: { range: scaleRange(right) } } : {}) };
     plot = new uPlot({
       width, height, scales, axes, legend: { show: false }, cursor: { y: false, points: { size: 7 } }, hooks: { setCursor: [read] },
