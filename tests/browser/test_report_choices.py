@@ -259,7 +259,7 @@ def test_several_runs_stand_side_by_side(opened: Open, made: tuple[Path, Values]
     other, values = written(tmp_path, "other", ("bf16",), (0, 1))
     shown = opened(report(tmp_path / "both.html", store, other))
     assert shown.text("h1") == "capd report run, other"
-    assert shown.text("main .note").startswith("The verdict is on the records of 2 runs together: ")
+    assert shown.text("main .note") == "The verdict is on the records of 2 runs together: run, other."
     assert {row["tensor"].split("/")[0] for row in rows_of(shown)} == {"run", "other"}
     shown.go("overview")
     assert [row["quant type"] for row in rows_of(shown)] == ["other: bf16", "run: bf16", "run: mxfp8"]

@@ -9,6 +9,12 @@ import { figure, table } from "./tables.js";
 const LINES = [{ name: "mean", text: word("mean") }, { name: "min", text: word("smallest") }, { name: "max", text: word("largest") }];
 const HEIGHT = 200;
 
+/** The names of runs without their directories, unless two have the same. */
+export function runNames(sources) {
+  const names = sources.map((source) => source.split("/").pop().replace(/\.zarr$/, ""));
+  return new Set(names).size === names.length ? names : sources;
+}
+
 /** The first and the last iteration of all that the page draws, for axes that compare. */
 export function iterationRange(data) {
   const all = [...data.scalars, ...data.iterations].flatMap((one) => one.iteration).filter((value) => typeof value === "number");
@@ -20,11 +26,11 @@ export function iterationRange(data) {
 export function scalars(data) {
   if (!data.scalars.length) return null;
   const range = iterationRange(data);
-  return section(say("Scalars"), say("Numbers of the step that the job recorded beside its tensors."), el("div", { class: "scalars" }, data.scalars.map((one) => drawn(one, data.sources.length > 1, range))));
+  return section(say("Scalars"), say("Numbers of the step that the job recorded beside its tensors."), el("div", { class: "scalars" }, data.scalars.map((one) => drawn(one, data.sources, range))));
 }
 
-function drawn(one, several, range) {
-  const title = several ? `${one.name} · ${one.source}` : one.name;
+function drawn(one, sources, range) {
+  const title = sources.length > 1 ? `${one.name} · ${runNames(sources)[sources.indexOf(one.source)]}` : one.name;
   const spread = one.mean.some((value, place) => value !== one.min[place] || value !== one.max[place]);
   const lines = spread ? LINES : LINES.slice(0, 1);
   const columns = [{ text: say("iteration"), number: true, value: (row) => one.iteration[row], show: count },

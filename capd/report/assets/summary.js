@@ -6,6 +6,7 @@ import { QUICK } from "./errors.js";
 import { css, key } from "./heat.js";
 import { say, word } from "./language.js";
 import { count, num } from "./numbers.js";
+import { runNames } from "./scalars.js";
 import { ROLES, sentence, short } from "./statements.js";
 import { table } from "./tables.js";
 import { seriesPath } from "./tensors.js";
@@ -80,7 +81,7 @@ export function summary(data) {
   const { verdict, sources } = data;
   const title = say("Summary");
   if (!verdict.formats.length) return section(title, null, nothing(missing(data)));
-  const together = sources.length > 1 ? say("The verdict is on the records of {0} runs together: {1}.", count(sources.length), sources.join(say(", "))) : null;
+  const together = sources.length > 1 ? say("The verdict is on the records of {0} runs together: {1}.", count(sources.length), runNames(sources).join(say(", "))) : null;
   const notes = [say("Each format is applied to the captured values after the fact. SQNR = 10·log10(Σx² / Σd²); 6 dB are about a bit. All cells have one colour scale. Bits count the scales. ★ is the best format of a role: the fewest lost values, then the highest SQNR. Below a number: the shares of its values that became zero (zero), exceed the largest value (saturated), or became NaN or Inf (lost); shares below 0.1 % are left out."), products(verdict.calls)];
   return [
     section(title, together, el("div", { class: "statements" }, verdict.statements.map((said) => el("p", {}, sentence(said)))), formatTable(verdict), notes.map((note) => el("p", { class: "note" }, note))),
