@@ -147,7 +147,8 @@ def assert_group(group: dict[str, Any], parts: list[np.ndarray], *, quantiles: s
         nearest = [np.quantile(finite, SHARES, method=way) for way in ("lower", "higher")]
         slack = np.abs(nearest) / 32
         found = list(group["quantiles"].values())
-        assert (found >= nearest[0] - slack[0]).all() and (found <= nearest[1] + slack[1]).all()
+        assert (found >= nearest[0] - slack[0]).all()
+        assert (found <= nearest[1] + slack[1]).all()
     else:
         assert group["quantiles"] is None
 
