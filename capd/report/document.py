@@ -51,7 +51,7 @@ def document(
         gathered: The records.
         quick: Whether only stored statistics were read.
         choices: The formats that were to be measured.
-        scalars: The lines of the runs' scalars (`capd.report.scalar_lines`).
+        scalars: The lines of the runs' scalars (`capd.report.scalars.scalar_lines`).
     """
     groups = gathered.groups
     return {

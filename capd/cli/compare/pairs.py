@@ -79,7 +79,7 @@ def _scalars(request: CompareRequest, left: Side, right: Side) -> list[dict[str,
     """Return the differences of the scalars of two runs; none within one run, or of tensor files."""
     if request.other is None or not (is_run(Path(left.source)) and is_run(Path(right.source))):
         return []
-    from capd.report.scalar_differences import scalar_differences
+    from capd.report.scalars.scalar_differences import scalar_differences
 
     return scalar_differences(left.source, right.source)
 

@@ -47,7 +47,7 @@ def print_differences(
         pairing: The pairs.
         ignored: The fields in which the records of a pair may differ.
         counts: The numbers of records of both sides.
-        scalars: The differences of the scalars (`capd.report.scalar_differences`).
+        scalars: The differences of the scalars (`capd.report.scalars.scalar_differences`).
         stopped: Whether only the first divergence was looked for.
     """
     from capd.report.differences import DIFFERENCE_COLUMNS, plain_difference

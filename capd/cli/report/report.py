@@ -141,7 +141,7 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
     from capd.report.document import document
     from capd.report.page.data import page_data
     from capd.report.page.html import page_html
-    from capd.report.scalar_lines import scalar_lines
+    from capd.report.scalars.scalar_lines import scalar_lines
 
     gathered = gathered_of(found, quick=quick, choices=choices, channels=not quick, series=True)
     scalars = [] if found.files else scalar_lines(found.names)
