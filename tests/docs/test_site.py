@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from types import ModuleType
 
 import pytest
+
+import capd.formats
+import capd_client
 
 from tests.docs.site_pages import OUTSIDE, followed
 from tests.kit.paths import REPOSITORY
@@ -30,6 +35,15 @@ PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
 )  # fmt: skip
 def test_a_link_of_a_page_leads_where_it_leads_in_the_repository(page: str, text: str, expected: str) -> None:
     assert followed(text, page) == expected
+
+
+@pytest.mark.parametrize("package", [capd_client, capd.formats])
+def test_the_reference_has_every_public_function(package: ModuleType) -> None:
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    functions = [name for name in package.__all__ if inspect.isfunction(getattr(package, name))]
+
+    assert len(functions) >= 3
+    assert [name for name in functions if f".{name}\n" not in page] == []
 
 
 def test_the_pages_from_outside_of_docs_exist() -> None:
