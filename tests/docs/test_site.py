@@ -10,7 +10,6 @@ import pytest
 
 import capd.formats
 import capd_client
-
 from tests.docs.site_pages import OUTSIDE, followed
 from tests.kit.paths import REPOSITORY
 
