@@ -122,3 +122,51 @@ def test_a_rank_goes_on_while_its_daemon_is_away(daemon: Daemon) -> None:
     found = capd.open(run).scalar("number")
     assert found.iterations.tolist() == [*range(len(found))]
     assert found.values.tolist() == [number / 3 for number in range(len(found))]
+
+
+FOUND = """
+import sys
+
+import lightning.pytorch as pl
+import torch
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        loss = self.net(batch).square().mean()
+        print("loss", loss.item().hex(), flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+pl.Trainer(
+    max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+    enable_model_summary=False, gradient_clip_val=1.0,
+).fit(Module(), torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_script_that_knows_nothing_of_capd_has_its_losses_from_the_first_step_on(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    (tmp_path / "script.py").write_text(FOUND)
+
+    done = forking.run(
+        [sys.executable, "-m", "capd", "run", "--store", str(tmp_path), "--run-id", "job", "--",
+         sys.executable, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=180, inner=forking.TRAINING,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [float.fromhex(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    store = capd.open(tmp_path / "job.zarr")
+    assert store.scalar("loss").values.tolist() == said
+    assert (
+        store.scalar("loss").iterations.tolist() == store.scalar("grad_norm").iterations.tolist() == [0, 1, 2]
+    )
