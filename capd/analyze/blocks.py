@@ -108,9 +108,10 @@ class BlockStatistics:
         return float(code - _E8M0_BIAS if self.scale_type == "e8m0" else code)
 
 
-def histogram_of(values: NDArray[np.generic]) -> Histogram:
-    """Return the count of each of some whole numbers."""
-    present, often = np.unique(values, return_counts=True)
+def histogram_of(values: NDArray[np.generic], counts: NDArray[np.int64] | None = None) -> Histogram:
+    """Return the count of each of some whole numbers, which occur once each or `counts` times."""
+    present, at = np.unique(values, return_inverse=True)
+    often = np.bincount(at, counts, present.size).astype(np.int64)
     return Counter(dict(zip(present.astype(np.int64).tolist(), often.tolist(), strict=True)))
 
 

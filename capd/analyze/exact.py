@@ -25,10 +25,11 @@ _DIGITS = 53
 # The unit is 2**-_SHIFT.
 _SHIFT = 1074 + _DIGITS
 _ONE = 1 << _SHIFT
-_LOW = 27
-_LOW_MASK = (1 << _LOW) - 1
-# Up to this count, the sums of half mantissas stay within 63 bits.
-_MOST = 1 << 36
+# Mantissas are added in parts of this many bits.
+_PART = 18
+_PART_MASK = (1 << _PART) - 1
+# Up to this count, the sums of parts are exact in float64.
+_MOST = 1 << (_DIGITS - _PART)
 
 
 def exact(value: float) -> int:
@@ -39,19 +40,24 @@ def exact(value: float) -> int:
 
 def weighted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> int:
     """Return the sum of finite values times their counts, in units. Counts must not be negative."""
+    if not values.size:
+        return 0
     mantissas, exponents = np.frexp(values)
     whole = np.ldexp(mantissas, _DIGITS).astype(np.int64)
     if int(counts.sum()) > _MOST:
         pairs = zip(whole.tolist(), counts.tolist(), exponents.tolist(), strict=True)
         return sum(mantissa * count << (exponent - _DIGITS + _SHIFT) for mantissa, count, exponent in pairs)
-    order = np.argsort(exponents, kind="stable")
-    present, starts = np.unique(exponents[order], return_index=True)
-    if not present.size:
-        return 0
-    high = np.add.reduceat((whole >> _LOW)[order] * counts[order], starts)
-    low = np.add.reduceat((whole & _LOW_MASK)[order] * counts[order], starts)
-    parts = zip(high.tolist(), low.tolist(), present.tolist(), strict=True)
-    return sum(((up << _LOW) + down) << (exponent - _DIGITS + _SHIFT) for up, down, exponent in parts)
+    least = int(exponents.min())
+    bins, total = exponents - least, 0
+    for low in range(0, _DIGITS, _PART):
+        part = whole >> low
+        # The highest part keeps the sign.
+        part = part & _PART_MASK if low + _PART < _DIGITS else part
+        sums = np.bincount(bins, part * counts)
+        present = np.flatnonzero(sums)
+        pairs = zip(present.tolist(), sums[present].tolist(), strict=True)
+        total += sum(int(number) << (at + low) for at, number in pairs)
+    return total << (least - _DIGITS + _SHIFT)
 
 
 def rounded(total: int) -> float:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from capd.analyze.blocks import BlockStatistics, histogram_of, sqnr_histogram
+from capd.analyze.counting.counted_blocks import CountedBlocks, counted_blocks
 from capd.analyze.distribution import Distribution, distribution_of
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
@@ -47,20 +48,27 @@ def measure_each(
         The errors by the format's label, and the reasons why some formats do not take the tensor.
     """
     found, problems = {}, []
-    for choice in choices:
+    specs = {choice.label: choice.spec for choice in choices}
+    # The spread over blocks needs each block's own sums.
+    counted = {} if per_block else counted_blocks(values, distribution, list(specs.values()))
+    for label, spec in specs.items():
         try:
-            found[choice.label] = _measured(values, distribution, choice.spec, per_block)
+            if spec in counted:
+                found[label] = _measured_counts(counted[spec], values.numel(), spec)
+            else:
+                found[label] = _measured(values, distribution, spec, per_block)
         except FormatError as error:
-            problems.append(f"{choice.label}: {error}")
+            problems.append(f"{label}: {error}")
     return found, problems
 
 
 def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = False) -> Errors:
     """Measure the errors of one tensor in a format. The same tensor gives the same bits, whatever the threads.
 
-    Formats without blocks measure 16-bit values by their 65,536-bin histogram. Blocks are measured in pieces of some
-    MiB, whose float64 sums are added without rounding. "stochastic" rounding draws from its own generator, seeded
-    with 0.
+    16-bit values are measured by counts: those of their bit patterns, or with blocks those of scales and patterns.
+    Their sums do not round. Other values, stochastic rounding, legacy blocks and `per_block` are measured in pieces of
+    some MiB, whose float64 sums are added without rounding. "stochastic" rounding draws from its own generator,
+    seeded with 0.
 
     Args:
         values: A tensor of bfloat16, float16, float32, or float64, which is rounded to float32 first. Any shape.
@@ -73,22 +81,41 @@ def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = F
     Raises:
         FormatError: If the tensor has another dtype, or lacks the axis.
     """
-    spec, name = choice.spec, _NAMES.get(values.dtype)
-    if name is not None and _is_blockless(spec) and values.numel() > _FEW:
-        bits = values.detach().contiguous().view(torch.int16).numpy()
-        return measured_patterns(distribution_of(bits, name), spec)
-    return _measured(values, None, spec, per_block)
+    name = _NAMES.get(values.dtype)
+    if name is None or values.numel() <= _FEW:
+        return _measured(values, None, choice.spec, per_block)
+    bits = values.detach().contiguous().view(torch.int16).numpy()
+    found, problems = measure_each(values.detach(), distribution_of(bits, name), [choice], per_block=per_block)
+    if problems:
+        raise FormatError(problems[0])
+    return found[choice.label]
 
 
 def _measured(values: torch.Tensor, distribution: Distribution | None, spec: Spec, per_block: bool) -> Errors:
     if distribution is not None and values.dtype in _NAMES and _is_blockless(spec):
         return measured_patterns(distribution, spec)
-    found, grid = Errors(1, values.numel()), grid_of(spec.fmt, spec.elem)
-    if spec.block is not None:
-        found.blocks = BlockStatistics(FORMATS[spec.fmt].scale_type)
+    found, grid = _errors_in(spec, values.numel()), grid_of(spec.fmt, spec.elem)
     for piece in quantised_pieces(values, spec, torch.Generator().manual_seed(0)):
-        _add_piece(found, piece, grid, per_block)
+        x, y = _add_piece(found, piece, grid)
+        if found.blocks is not None:
+            _add_blocks(found.blocks, piece, grid)
+            if per_block:
+                _add_block_errors(found.blocks, x, y)
     return found
+
+
+def _measured_counts(counted: CountedBlocks, count: int, spec: Spec) -> Errors:
+    found, grid = _errors_in(spec, count), grid_of(spec.fmt, spec.elem)
+    _add_piece(found, counted.values, grid, counted.counts)
+    if found.blocks is not None:
+        _add_blocks(found.blocks, counted.blocks, grid, counted.block_counts)
+    return found
+
+
+def _errors_in(spec: Spec, count: int) -> Errors:
+    """Return the errors of one record of `count` values, before any is added."""
+    blocks = None if spec.block is None else BlockStatistics(FORMATS[spec.fmt].scale_type)
+    return Errors(1, count, blocks=blocks)
 
 
 def measured_patterns(distribution: Distribution, spec: Spec) -> Errors:
@@ -101,7 +128,7 @@ def measured_patterns(distribution: Distribution, spec: Spec) -> Errors:
         found.count += int(counts.sum())
         # There is one piece, because there are few patterns.
         for piece in quantised_pieces(values, spec):
-            _add_piece(found, piece, grid, False, counts)
+            _add_piece(found, piece, grid, counts)
     return found
 
 
@@ -118,7 +145,7 @@ def at_scale(distribution: Distribution, element: Element, scale: float) -> Erro
         rounded = quantise(values / factor, values, element, "away").mul_(factor)
         found.count += int(counts.sum())
         piece = QuantisedPiece(values, rounded, after=factor)
-        _add_piece(found, piece, grids()[element.name], False, counts)
+        _add_piece(found, piece, grids()[element.name], counts)
     return found
 
 
@@ -128,21 +155,21 @@ def _patterns(distribution: Distribution) -> Iterator[tuple[torch.Tensor, Counts
         yield torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, dtype)), counts
 
 
-# NaNs may be signalling.
-@np.errstate(invalid="ignore")
+# NaNs may be signalling. Products with large scales may be beyond float32.
+_quiet = np.errstate(invalid="ignore", over="ignore")
+
+
+@_quiet
 def _add_piece(
-    found: Errors, piece: QuantisedPiece, grid: Grid, per_block: bool, counts: Counts | None = None
-) -> None:
+    found: Errors, piece: QuantisedPiece, grid: Grid, counts: Counts | None = None
+) -> tuple[Floats, Floats]:
+    """Add single values. Return them before and after, 0 if they are not compared."""
     usable = _count(found, piece, grid, counts)
-    wide = [values.numpy().astype(np.float64) for values in (piece.values, piece.found)]
+    x, y = (values.numpy().astype(np.float64) for values in (piece.values, piece.found))
     if usable is not None:
-        wide = [np.where(usable, values, 0.0) for values in wide]
-    x, y = wide
+        x, y = (np.where(usable, values, 0.0) for values in (x, y))
     found.add_values(x, y, counts)
-    if found.blocks is not None:
-        _add_blocks(found.blocks, piece, grid)
-        if per_block:
-            _add_block_errors(found.blocks, x, y)
+    return x, y
 
 
 def _count(
@@ -170,17 +197,21 @@ def _count(
     return usable
 
 
-def _add_blocks(blocks: BlockStatistics, piece: QuantisedPiece, grid: Grid) -> None:
+@_quiet
+def _add_blocks(
+    blocks: BlockStatistics, piece: QuantisedPiece, grid: Grid, counts: Counts | None = None
+) -> None:
     amax, after, stored = (
         of.numpy().ravel() for of in (piece.amax, piece.after, piece.stored) if of is not None
     )
+    often = np.ones(amax.size, np.int64) if counts is None else counts
     usable = np.isfinite(amax) & (amax > 0)
-    blocks.count += amax.size
-    blocks.zero += int(np.count_nonzero(amax == 0))
-    blocks.invalid += int(np.count_nonzero(~np.isfinite(amax)))
-    blocks.saturated += int(np.count_nonzero(usable & (amax > after * np.float32(grid.largest * _ROUNDING))))
+    blocks.count += int(often.sum())
+    blocks.zero += int(often[amax == 0].sum())
+    blocks.invalid += int(often[~np.isfinite(amax)].sum())
+    blocks.saturated += int(often[usable & (amax > after * np.float32(grid.largest * _ROUNDING))].sum())
     codes = stored[usable] if stored.dtype == np.uint8 else np.frexp(stored[usable])[1] - 1
-    blocks.scales.update(histogram_of(codes))
+    blocks.scales.update(histogram_of(codes, often[usable]))
 
 
 def _add_block_errors(blocks: BlockStatistics, x: Floats, y: Floats) -> None:

@@ -108,6 +108,12 @@ class Layout:
         return scales.reshape(()) if self.block is None else self._moved(scales).reshape(-1, 1)
 
     @property
+    def has_fill(self) -> bool:
+        """Whether zeros fill some blocks."""
+        sizes = zip(self._moved_shape[-2:], self._tile, strict=True)
+        return self.block is not None and any(size % tile for size, tile in sizes)
+
+    @property
     def _tile(self) -> tuple[int, int]:
         """The values of a block across and along; a tile shrinks if the tensor ends before it does."""
         across, along = (1, self.block) if isinstance(self.block, int) else self.block or (1, 1)

@@ -25,7 +25,9 @@ from capd_client.formats.scaled import Scaling, decode_rows, encode_rows, qdq_ro
 from capd_client.formats.spec import FormatError, Spec
 from capd_client.formats.unscaled import DTYPES, unscaled
 
-__all__ = ["QuantisedPiece", "decoded", "encoded_as", "quantised", "quantised_pieces"]
+__all__ = [
+    "QuantisedPiece", "decoded", "encoded_as", "layout_of", "quantised", "quantised_pieces", "scaling_of",
+]  # fmt: skip
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -35,12 +37,12 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
     """Quantise and dequantise x; see `capd_client.formats.qdq`."""
     values = _checked(x, spec)
     if spec.is_scaled:
-        layout = _layout(values, spec)
+        layout = layout_of(values, spec)
         rows = layout.rows(values)
         if spec.legacy:
             found = layout.join(legacy_mx_values(rows, spec))
         else:
-            found = layout.join(qdq_rows(rows, spec, _scaling(rows, spec), generator))
+            found = layout.join(qdq_rows(rows, spec, scaling_of(rows, spec), generator))
     elif spec.rounding == "stochastic":
         found = _there_and_back(values, spec, generator)
     else:
@@ -59,13 +61,13 @@ def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]
             payload = elementwise(values, _codes, spec)
         payload = payload.view(torch.uint16) if spec.fmt in DTYPES else payload
         return Encoded(payload, None, None, spec.fmt)
-    layout = _layout(values, spec)
+    layout = layout_of(values, spec)
     rows = layout.rows(values)
     global_scale = None
     if spec.legacy:
         codes, stored = legacy_mx_codes(rows, spec)
     else:
-        scaling = _scaling(rows, spec)
+        scaling = scaling_of(rows, spec)
         codes, stored = encode_rows(rows, spec, scaling, generator)
         global_scale = scaling.global_scale if isinstance(scaling, Nvfp4Scaling) else None
     return Encoded(
@@ -139,8 +141,8 @@ def quantised_pieces(
             some = flat[piece]
             yield QuantisedPiece(some.to(torch.float32), _nearest(some, spec, generator).to(torch.float32))
         return
-    layout = _layout(values, spec)
-    scaling = None if spec.legacy else _scaling(values.reshape(-1), spec)
+    layout = layout_of(values, spec)
+    scaling = None if spec.legacy else scaling_of(values.reshape(-1), spec)
     for slab in slabs(values, layout):
         own = Layout(slab.shape, layout.axis, spec.block)
         rows = own.rows(slab)
@@ -169,7 +171,8 @@ def _checked(x: torch.Tensor, spec: Spec) -> torch.Tensor:
     return x.detach().to(torch.float32) if x.dtype == torch.float64 else x.detach()
 
 
-def _layout(x: torch.Tensor, spec: Spec) -> Layout:
+def layout_of(x: torch.Tensor, spec: Spec) -> Layout:
+    """Return the blocks of x in a format with scales. Raises FormatError if x lacks the axis."""
     ndim = max(1, x.ndim)
     lowest = -min(2, ndim) if isinstance(spec.block, tuple) else -ndim
     axis = spec.axis - ndim if spec.axis >= 0 else spec.axis
@@ -183,7 +186,8 @@ def _layout(x: torch.Tensor, spec: Spec) -> Layout:
     return Layout(x.shape, axis, spec.block)
 
 
-def _scaling(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Scaling:
+def scaling_of(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Scaling:
+    """Return the scaling of a tensor. `rows` has all of its values, or each value that occurs once."""
     if spec.fmt == "fp8":
         return Fp8Scaling(spec, rows)
     return Nvfp4Scaling(spec, rows) if spec.fmt == "nvfp4" else MxScaling(spec)

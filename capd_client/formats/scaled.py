@@ -15,7 +15,8 @@ from capd_client.formats.elements import ELEMENTS, Element, codes_of, decode_tab
 from capd_client.formats.spec import Spec
 
 __all__ = [
-    "BlockScales", "QuantisedRows", "Scaling", "decode_rows", "element_of", "encode_rows", "qdq_rows", "quantised_rows",
+    "BlockScales", "QuantisedRows", "Scaling", "decode_rows", "element_of", "encode_rows", "on_scales", "qdq_rows",
+    "quantised_rows",
 ]  # fmt: skip
 
 
@@ -63,7 +64,14 @@ def quantised_rows(
     """
     amax = _amax(values)
     scales = scaling.of(amax)
-    return QuantisedRows(_on_grid(values, scales, spec, generator).mul_(scales.after), amax, scales)
+    return QuantisedRows(on_scales(values, scales, spec, generator), amax, scales)
+
+
+def on_scales(
+    values: torch.Tensor, scales: BlockScales, spec: Spec, generator: Optional[torch.Generator] = None
+) -> torch.Tensor:
+    """Quantise and dequantise float32 values under given scales, which broadcast with them."""
+    return _on_grid(values, scales, spec, generator).mul_(scales.after)
 
 
 def encode_rows(
