@@ -24,6 +24,7 @@ _BLOCK = 1 << 17
 # The pattern of Inf in the dtypes whose magnitudes are compared by their bit patterns, which have the same order.
 _INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _MOST_IN_BYTE = 255
+Magnitudes = NDArray[np.floating] | NDArray[np.uint16]
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ def channels_of(bits: NDArray[np.generic], dtype: str, std: float | None) -> Cha
     width = -(-length // MAX_CHANNELS)
     limit = np.inf if std is None else OUTLIER_SIGMAS * std
     if dtype in _INFINITE:
-        limit = np.searchsorted(_finite(dtype), limit, side="right") - 1
+        limit = int(np.searchsorted(_finite(dtype), limit, side="right")) - 1
     amax, outliers = np.zeros(length, np.float64), np.zeros(length, np.int64)
     for magnitude in _rows(bits, dtype):
         most = magnitude.max(0)
@@ -115,7 +116,7 @@ def _finite(dtype: str) -> NDArray[np.float64]:
     return value_table(dtype)[: _INFINITE[dtype]]
 
 
-def _rows(bits: NDArray[np.generic], dtype: str) -> Iterator[NDArray[np.generic]]:
+def _rows(bits: NDArray[np.generic], dtype: str) -> Iterator[Magnitudes]:
     """Yield magnitudes [rows, channels], with 0 for NaN and Inf; those of bfloat16 and float16 as bit patterns."""
     rows = bits.reshape(-1, bits.shape[-1])
     step = max(1, _BLOCK // bits.shape[-1])
@@ -124,16 +125,18 @@ def _rows(bits: NDArray[np.generic], dtype: str) -> Iterator[NDArray[np.generic]
         yield magnitudes(rows[start : start + step], dtype)
 
 
-def _patterns(bits: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
-    magnitude = bits.view(np.uint16) & 0x7FFF
+def _patterns(bits: NDArray[np.generic], dtype: str) -> Magnitudes:
+    magnitude: NDArray[np.uint16] = bits.view(np.uint16) & np.uint16(0x7FFF)
     if magnitude.max() >= _INFINITE[dtype]:
         magnitude[magnitude >= _INFINITE[dtype]] = 0
     return magnitude
 
 
-def _values(bits: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
+def _values(bits: NDArray[np.generic], dtype: str) -> Magnitudes:
     values = to_values(bits, dtype)
-    magnitude = np.abs(values.astype(np.float64 if values.dtype.itemsize > 4 else np.float32))
+    magnitude: NDArray[np.floating] = np.abs(
+        values.astype(np.float64 if values.dtype.itemsize > 4 else np.float32)
+    )
     magnitude[~np.isfinite(magnitude)] = 0.0
     return magnitude
 
@@ -142,4 +145,5 @@ def _true_by_channel(which: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the number of true elements in each column. Sums of bytes are many times faster than those of int64."""
     ends = range(0, len(which), _MOST_IN_BYTE)
     parts = [which[at : at + _MOST_IN_BYTE].view(np.uint8).sum(0, dtype=np.uint8) for at in ends]
-    return np.sum(parts, axis=0, dtype=np.int64)
+    found: NDArray[np.int64] = np.sum(parts, axis=0, dtype=np.int64)
+    return found

@@ -25,11 +25,11 @@ _DIGITS = 53
 # The unit is 2**-_SHIFT.
 _SHIFT = 1074 + _DIGITS
 _ONE = 1 << _SHIFT
-# Mantissas are added in parts of this many bits.
-_PART = 18
-_PART_MASK = (1 << _PART) - 1
-# Up to this count, the sums of parts are exact in float64.
-_MOST = 1 << (_DIGITS - _PART)
+# All but the 27 low bits of a float64.
+_HIGH_HALF = -1 << 27
+# Counts and magnitudes below these stay exact and finite in every step of a sum.
+_MOST = 1 << 26
+_LARGE = 2.0**900
 
 
 def exact(value: float) -> int:
@@ -42,22 +42,29 @@ def weighted(values: NDArray[np.float64], counts: NDArray[np.int64]) -> int:
     """Return the sum of finite values times their counts, in units. Counts must not be negative."""
     if not values.size:
         return 0
-    mantissas, exponents = np.frexp(values)
-    whole = np.ldexp(mantissas, _DIGITS).astype(np.int64)
-    if int(counts.sum()) > _MOST:
-        pairs = zip(whole.tolist(), counts.tolist(), exponents.tolist(), strict=True)
-        return sum(mantissa * count << (exponent - _DIGITS + _SHIFT) for mantissa, count, exponent in pairs)
-    least = int(exponents.min())
-    bins, total = exponents - least, 0
-    for low in range(0, _DIGITS, _PART):
-        part = whole >> low
-        # The highest part keeps the sign.
-        part = part & _PART_MASK if low + _PART < _DIGITS else part
-        sums = np.bincount(bins, part * counts)
-        present = np.flatnonzero(sums)
-        pairs = zip(present.tolist(), sums[present].tolist(), strict=True)
-        total += sum(int(number) << (at + low) for at, number in pairs)
-    return total << (least - _DIGITS + _SHIFT)
+    if int(counts.max()) >= _MOST or float(np.abs(values).max()) >= _LARGE:
+        pairs = zip(values.tolist(), counts.tolist(), strict=True)
+        return sum(exact(value) * count for value, count in pairs)
+    # Half a mantissa times a count is exact in float64.
+    high = (values.view(np.int64) & _HIGH_HALF).view(np.float64)
+    low = values - high
+    return _total(high * counts) + (_total(low * counts) if low.any() else 0)
+
+
+def _total(terms: NDArray[np.float64]) -> int:
+    """Return the sum of float64, in units.
+
+    Adding a much larger number to each term rounds all of them to a common step. Their sum is exact then, whatever its
+    order, and so are the remainders, which are added next. Source: Demmel and Nguyen, Fast Reproducible
+    Floating-Point Summation, ARITH 2013.
+    """
+    total, room = 0, terms.size.bit_length()
+    while largest := max(float(terms.max()), -float(terms.min())):
+        larger = 1.5 * 2.0 ** (math.frexp(largest)[1] + room)
+        steps = (terms + larger) - larger
+        total += exact(float(steps.sum()))
+        terms = terms - steps
+    return total
 
 
 def rounded(total: int) -> float:

@@ -85,7 +85,9 @@ def errors_of(values: torch.Tensor, choice: FormatChoice, *, per_block: bool = F
     if name is None or values.numel() <= _FEW:
         return _measured(values, None, choice.spec, per_block)
     bits = values.detach().contiguous().view(torch.int16).numpy()
-    found, problems = measure_each(values.detach(), distribution_of(bits, name), [choice], per_block=per_block)
+    found, problems = measure_each(
+        values.detach(), distribution_of(bits, name), [choice], per_block=per_block
+    )
     if problems:
         raise FormatError(problems[0])
     return found[choice.label]

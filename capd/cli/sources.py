@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from capd.io.items import Items
     from capd.report.gather import GatheredRecords
 
-__all__ = ["LayerBase", "SourceOptions", "Sources", "found_beside", "found_in", "holds_files"]
+__all__ = [
+    "LayerBase", "SourceOptions", "Sources", "found_beside", "found_in", "holds_files", "one_thread_each",
+]  # fmt: skip
 
 LayerBase = Annotated[
     int,
@@ -68,8 +70,11 @@ class Sources:
             CapdError: If no tensor file could be read.
         """
         from capd.report.gather import Skipped, gather
+        from capd.server.heap import settled_heap
 
-        with Progress(self.items.total, "records") as progress:
+        if asked.get("choices"):
+            one_thread_each()
+        with settled_heap(), Progress(self.items.total, "records") as progress:
             for seen in gather(self.items.found, gathered, threads=self.threads, **asked):
                 if isinstance(seen, Skipped):
                     progress.say(f"skipped {seen.name}: {seen.reason}")
@@ -148,6 +153,13 @@ def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
     from capd.store.read.store import runs
 
     return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
+
+
+def one_thread_each() -> None:
+    """Limit torch to one thread for each of our threads. Otherwise torch's threads would wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def holds_files(place: Path) -> bool:

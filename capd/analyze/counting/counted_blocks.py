@@ -24,8 +24,9 @@ from capd_client.formats.spec import FormatError, Spec
 
 __all__ = ["CountedBlocks", "counted_blocks"]
 
-# A pair costs as much as a few values. With more bins than this share of the values, counting is slower.
-_VALUES_PER_BIN = 4
+# A pair costs as much as a few values, so tensors with fewer values, or fewer for each bin, are not counted.
+FEWEST_VALUES = 1 << 18
+VALUES_PER_BIN = 4
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -50,14 +51,14 @@ def counted_blocks(
 ) -> dict[Spec, CountedBlocks]:
     """Count the blocks of a tensor for those formats for which counting is possible and fast.
 
-    Left out are formats without blocks, the preset legacy, and stochastic rounding.
+    Left out are small tensors, formats without blocks, the preset legacy, and stochastic rounding.
 
     Args:
         values: A tensor of any dtype and shape. Only 16-bit dtypes are counted.
         distribution: The distribution of the same values.
         specs: The formats.
     """
-    if values.dtype not in _DTYPES:
+    if values.dtype not in _DTYPES or values.numel() < FEWEST_VALUES:
         return {}
     occurring = _magnitude_counts(distribution)
     patterns = np.flatnonzero(occurring)
@@ -74,7 +75,7 @@ def counted_blocks(
 
 def _layout(values: torch.Tensor, spec: Spec) -> Layout | None:
     """Return the blocks of a format, None if it cannot be counted or does not take the tensor."""
-    if spec.block is None or spec.legacy or spec.rounding == "stochastic" or not values.numel():
+    if spec.block is None or spec.legacy or spec.rounding == "stochastic":
         return None
     try:
         return layout_of(values, spec)
@@ -86,7 +87,7 @@ def _magnitude_counts(distribution: Distribution) -> Whole:
     """Return the count of each pattern of a magnitude, int64 [32768]."""
     found = np.zeros(MAGNITUDES, np.int64)
     for _, codes, counts in distribution.patterns():
-        np.add.at(found, codes & (MAGNITUDES - 1), counts)
+        found += np.bincount(codes & (MAGNITUDES - 1), counts, MAGNITUDES).astype(np.int64)
     return found
 
 
@@ -99,7 +100,7 @@ def _counted(
         if not (layout.has_fill and (each.low == 0).any()):
             sharing[each.of_amax.tobytes()].append(spec)
     together = [(specs, PairBins.of([classes[spec] for spec in specs])) for specs in sharing.values()]
-    together = [(specs, bins) for specs, bins in together if bins.size * _VALUES_PER_BIN <= values.numel()]
+    together = [(specs, bins) for specs, bins in together if bins.size * VALUES_PER_BIN <= values.numel()]
     if not together:
         return {}
     blocks, several = count_pairs(values, layout, [bins for _, bins in together])

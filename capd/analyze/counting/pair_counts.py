@@ -55,7 +55,9 @@ class PairBins(NamedTuple):
         return classes[kept], patterns[kept], counts[used[kept]]
 
 
-def count_pairs(values: torch.Tensor, layout: Layout, several: Sequence[PairBins]) -> tuple[Whole, list[Whole]]:
+def count_pairs(
+    values: torch.Tensor, layout: Layout, several: Sequence[PairBins]
+) -> tuple[Whole, list[Whole]]:
     """Count the blocks of a 16-bit tensor by the pattern of their maximum, and the pairs in all bins.
 
     Returns:
@@ -77,9 +79,11 @@ def count_pairs(values: torch.Tensor, layout: Layout, several: Sequence[PairBins
 
 
 def _tables(bins: PairBins) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, by class, the least pattern with a bin of its own minus 1, and the bin of pattern 0; int32 [classes, 1]."""
+    """Return the pattern before `low`, and what makes a pattern its bin, by class; int32 [classes, 1]."""
     least, shift = bins.low - 1, bins.start - bins.low
-    return tuple(torch.from_numpy(of.astype(np.int32))[:, None] for of in (least, shift))
+    return torch.from_numpy(least.astype(np.int32))[:, None], torch.from_numpy(shift.astype(np.int32))[
+        :, None
+    ]
 
 
 def _magnitudes(values: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:

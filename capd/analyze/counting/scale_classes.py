@@ -44,10 +44,11 @@ class ScaleClasses(NamedTuple):
         """Find the classes of a tensor of a 16-bit dtype that has the patterns `amax`, in a format with blocks."""
         values = values_of(amax, dtype)
         scales = scaling_of(values, spec).of(values[:, None])
-        bits = [of.ravel().view(torch.int32).numpy().astype(np.int64) for of in (scales.before, scales.after)]
-        _, first, of_amax = np.unique(bits[0] << 32 | bits[1], return_index=True, return_inverse=True)
-        high = np.zeros(first.size, np.int64)
-        np.maximum.at(high, of_amax, amax)
+        bits = torch.cat([scales.before, scales.after], 1).view(torch.int32).numpy()
+        # Scales grow with the maximum, so that equal ones are neighbours.
+        is_first = np.concatenate([[True], (bits[1:] != bits[:-1]).any(1)])
+        first, of_amax = np.flatnonzero(is_first), np.cumsum(is_first) - 1
+        high = amax[np.append(first[1:], amax.size) - 1]
         return cls(amax, scales, of_amax, first, _lowest(scales, first, dtype, spec), high)
 
 
@@ -59,7 +60,9 @@ def values_of(patterns: Whole, dtype: torch.dtype) -> torch.Tensor:
 def _lowest(scales: BlockScales, first: Whole, dtype: torch.dtype, spec: Spec) -> Whole:
     """Return the smallest pattern of each class that may not become zero, or may not count as flushed."""
     grid = grid_of(spec.fmt, spec.elem)
-    before, after = (of.ravel()[torch.from_numpy(first)].to(torch.float64) for of in (scales.before, scales.after))
+    before, after = (
+        of.ravel()[torch.from_numpy(first)].to(torch.float64) for of in (scales.before, scales.after)
+    )
     limit = torch.minimum(grid.smallest / 2 / before, grid.normal * after)
     # The conversion rounds to nearest, so the pattern before is certainly below the limit.
     below = limit.to(dtype).view(torch.int16).to(torch.int64) - 1

@@ -14,7 +14,7 @@ from capd.errors import ConfigError, NothingMatched
 if TYPE_CHECKING:
     from capd.report.gather import GatheredRecords
 
-__all__ = ["compare_formats", "one_thread_each"]
+__all__ = ["compare_formats"]
 
 _AXES = {"-1": (-1,), "-2": (-2,), "both": (-1, -2)}
 # The columns of the table by metric, and the order in which a narrow terminal does without them.
@@ -36,7 +36,6 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
     from capd.report.format_errors import error_document
     from capd.report.verdict_document import verdict_document
 
-    one_thread_each()
     found, gathered = request.gather(choices=chosen, per_block=per_block, products=is_verdict)
     if not gathered.groups.whole().errors:
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
@@ -74,13 +73,6 @@ def _print_groups(request: CompareRequest, document: dict[str, Any], *, per_bloc
         _print_table(fields, groups, wide=request.wide)
         if per_block:
             _print_blocks(fields, groups, wide=request.wide)
-
-
-def one_thread_each() -> None:
-    """Limit torch to one thread for each of our threads. Otherwise torch's threads would wait for each other."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _say_unmeasured(gathered: GatheredRecords) -> None:

@@ -91,15 +91,13 @@ class CompareRequest:
         from capd.analyze.groups import Groups
         from capd.report.gather import GatheredRecords
         from capd.report.linear_calls import LinearCalls
-        from capd.server.heap import settled_heap
 
         fields = self.fields
         found = found_in(self.place, self.source)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         if products and len(found.names) == 1:
             gathered.calls = LinearCalls()
-        with settled_heap():
-            found.gather(gathered, **asked)
+        found.gather(gathered, **asked)
         return found, gathered
 
     def print(self, document: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare.formats import one_thread_each
 from capd.cli.compare.request import CompareRequest, place_of
 from capd.cli.output import note
+from capd.cli.sources import one_thread_each
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import NothingMatched
 
