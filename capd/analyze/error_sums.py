@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.analyze.blocks import BlockStatistics
-from capd.analyze.exact import exact, quotient, rounded, weighted
+from capd.analyze.exact import RatioSpread, exact, quotient, rounded, weighted
 
 __all__ = ["ErrorSums", "Errors", "merged"]
 
@@ -63,6 +63,7 @@ class Errors:
         absmax: max|x| over the compared values.
         max_abs: max|d| over the compared values.
         blocks: The blocks, None for a format without scales.
+        spread: The spread of Σd² / Σx² over several records, None for one.
     """
 
     records: int = 0
@@ -77,9 +78,13 @@ class Errors:
     max_abs: float = 0.0
     sums: ErrorSums = field(default_factory=ErrorSums)
     blocks: BlockStatistics | None = None
+    spread: RatioSpread | None = field(default=None, compare=False)
 
     def add(self, other: Errors) -> None:
         """Add all values of other errors of the same format."""
+        spread = self._spread()
+        spread.add(other._spread())
+        self.spread = spread
         self.records += other.records
         self.count += other.count
         self.nan += other.nan
@@ -133,6 +138,12 @@ class Errors:
             return math.inf if self.sums.x2 else None
         share = quotient(self.sums.x2, self.sums.d2)
         return 10 * math.log10(share) if share else -math.inf
+
+    @property
+    def sqnr_db_error(self) -> float | None:
+        """The standard error of `sqnr_db`, in dB, if the records are a sample of many. None with fewer than two."""
+        share = self._spread().relative_error(self.sums.x2, self.sums.d2)
+        return None if share is None else 10 / math.log(10) * share
 
     @property
     def mse(self) -> float | None:
@@ -195,6 +206,11 @@ class Errors:
     def lost_percent(self) -> float | None:
         """100 * lost / N."""
         return self._percent(self.lost)
+
+    def _spread(self) -> RatioSpread:
+        if self.spread is not None:
+            return self.spread
+        return RatioSpread.of_record(self.sums.x2, self.sums.d2) if self.records else RatioSpread()
 
     def _mean(self, total: int) -> float | None:
         return rounded(total) / self.compared if self.compared else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from capd.store.format.frames import Number, StatsRow
 from capd.store.format.statistics import Stats, public
 
-__all__ = ["StatsSum", "exact", "quotient", "rounded", "weighted"]
+__all__ = ["RatioSpread", "StatsSum", "exact", "quotient", "rounded", "weighted"]
 
 # The number of mantissa bits of a float64.
 _DIGITS = 53
@@ -80,6 +81,46 @@ def quotient(a: int, b: int) -> float | None:
         return a / b
     except OverflowError:
         return math.inf if (a > 0) == (b > 0) else -math.inf
+
+
+@dataclass(slots=True)
+class RatioSpread:
+    """The spread of a ratio of two sums, Σb / Σa, over records: sums of the squares and products of a and b.
+
+    Each record's a and b are rounded to float64 before. `add` is exactly associative and commutative.
+    """
+
+    records: int = 0
+    aa: int = 0
+    ab: int = 0
+    bb: int = 0
+
+    @classmethod
+    def of_record(cls, a: int, b: int) -> RatioSpread:
+        """Return the spread of one record with these sums, in units."""
+        x, y = rounded(a), rounded(b)
+        return cls(1, exact(x * x), exact(x * y), exact(y * y))
+
+    def add(self, other: RatioSpread) -> None:
+        """Add other records."""
+        self.records += other.records
+        self.aa += other.aa
+        self.ab += other.ab
+        self.bb += other.bb
+
+    def relative_error(self, a: int, b: int) -> float | None:
+        """Return the standard error of b / a as a share of it, None with fewer than two records or if a or b is 0.
+
+        a and b are the sums of all records, in units. The records count as a random sample of very many. Source:
+        Cochran, Sampling Techniques, 3rd ed., section 2.11 (the ratio estimator).
+        """
+        if self.records < 2 or not a or not b:
+            return None
+        # Σ(b_i - r a_i)² with r = b / a, times a².
+        squares = self.bb * a * a - 2 * self.ab * a * b + self.aa * b * b
+        # Both sides have the same units.
+        share = quotient(max(0, squares) << _SHIFT, a * a * b * b) or 0.0
+        return math.sqrt(share * self.records / (self.records - 1))
 
 
 class StatsSum:

@@ -12,6 +12,7 @@ __all__ = ["Progress", "StatusLine"]
 
 _CELLS = 24
 _INTERVAL_S = 0.1
+_FIRST_S = 2.0
 
 
 class StatusLine:
@@ -44,7 +45,7 @@ class StatusLine:
 
 
 class Progress(StatusLine):
-    """A bar with done and total counts, bytes and rate. `what` names the counted items, such as "files"."""
+    """A bar with done and total counts, bytes, rate and time left. `what` names the counted items, such as "files"."""
 
     def __init__(self, total: int, what: str, *, drawn: bool | None = None) -> None:
         super().__init__(drawn=drawn)
@@ -61,8 +62,18 @@ class Progress(StatusLine):
     def line(self, now: float) -> str:
         """Return the bar at the time `now` (monotonic)."""
         filled = _CELLS * self._done // max(1, self._total)
-        rate = self._nbytes / max(1e-3, now - self.began)
+        passed = max(1e-3, now - self.began)
         return (
             f"[{'#' * filled}{'.' * (_CELLS - filled)}] {human_count(self._done)} of {human_count(self._total)} "
-            f"{self._what}, {human_nbytes(self._nbytes)}, {human_nbytes(rate)}/s"
+            f"{self._what}, {human_nbytes(self._nbytes)}, {human_nbytes(self._nbytes / passed)}/s{self._left(passed)}"
         )
+
+    def _left(self, passed: float) -> str:
+        """Return the time left in words, from the mean time of an item so far. It is unknown in the first seconds."""
+        if not self._done or passed < _FIRST_S:
+            return ""
+        seconds = round(passed * max(0, self._total - self._done) / self._done)
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return f", {clock} left"

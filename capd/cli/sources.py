@@ -40,6 +40,10 @@ class SourceOptions:
     )
     layer_base: LayerBase = 0
     keys: KeyOptions = field(default_factory=KeyOptions)
+    sample: Annotated[
+        str | None,
+        option("--sample", "SHARE", "Read only this share of each series' records, evenly spread, as 5%."),
+    ] = None
     workers: Annotated[
         int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
     ] = None
@@ -51,27 +55,51 @@ class SourceOptions:
 
         return self.workers or max(1, round(usable_cpus()))
 
+    @property
+    def share(self) -> float:
+        """The share of the records to read. Raises ConfigError if it is none."""
+        from capd.io.sample import share_of
+
+        return 1.0 if self.sample is None else share_of(self.sample)
+
 
 @dataclass(frozen=True)
 class Sources:
-    """The records to read. `names` are their runs or directory; `files` says whether they are tensor files."""
+    """The records to read.
+
+    Attributes:
+        names: Their runs or directory.
+        files: Whether they are tensor files.
+        share: The share of the records to read.
+    """
 
     names: list[str]
     items: Items
     files: bool
     threads: int
+    share: float = 1.0
 
     def gather(self, gathered: GatheredRecords, **asked: Any) -> None:
         """Gather all records with a progress bar, and name skipped ones. `asked`: further arguments of `gather`.
 
         Raises:
+            ConfigError: If a sample is requested, but no elements are.
             NothingMatched: If no tensor file matches the selection.
             DamagedRecord: If no record of a run could be read.
             CapdError: If no tensor file could be read.
         """
+        from capd.io.sample import Sample
+        from capd.report.format_errors import sample_numbers
         from capd.report.gather import Skipped, gather
+        from capd.report.names import sample_text
         from capd.server.heap import settled_heap
 
+        if self.share < 1:
+            if asked.get("quick"):
+                raise ConfigError(
+                    "--sample means nothing here: stored statistics are read alone, and no tensor is"
+                )
+            gathered.sample = Sample(self.share)
         if asked.get("choices"):
             one_thread_each()
         with settled_heap(), Progress(self.items.total, "records") as progress:
@@ -84,6 +112,9 @@ class Sources:
                 raise NothingMatched(f"no tensor file in {self.names[0]} matches the selection")
             kind = CapdError if self.files else DamagedRecord
             raise kind(f"none of {self.items.total:,} records could be read")
+        sample = sample_numbers(gathered)
+        if sample is not None:
+            note(sample_text(sample))
 
     def exit_code(self, gathered: GatheredRecords) -> int:
         """Return 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
@@ -98,13 +129,13 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
     """
     from capd.io.items import items_of_files, items_of_runs
 
-    tests = options.keys.tests()
+    tests, share = options.keys.tests(), options.share
     if holds_files(place):
-        items = items_of_files(place, tests, options.layer_base)
+        items = items_of_files(place, tests, options.layer_base, share=share)
         if items.total:
-            return Sources([str(place)], items, True, options.threads)
+            return Sources([str(place)], items, True, options.threads, share)
     paths = _runs(place, options.run, options.all_runs)
-    items = items_of_runs(paths, tests)
+    items = items_of_runs(paths, tests, share)
     names = [str(path) for path in paths]
     if not items.total:
         from capd.store.read.store import open_store
@@ -113,7 +144,7 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
         raise NothingMatched(
             f"no series in {', '.join(names)} matches the selection: {options.keys.why_none(keys)}"
         )
-    return Sources(names, items, False, options.threads)
+    return Sources(names, items, False, options.threads, share)
 
 
 def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:

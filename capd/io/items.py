@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, StoreError
+from capd.io.sample import places_of
 from capd.pt_files.files import TensorFile, find_files
 from capd.pt_files.import_ import load_file
 from capd.store.format.statistics import Stats, public, summarise
@@ -80,12 +81,14 @@ class Item:
         nbytes: The memory that the item takes after it is read.
         load: Returns the loaded item, None if the selection leaves it out.
         read: Returns the stored elements, and keeps nothing in memory until then. None if only statistics were kept.
+        is_sampled: Whether its elements are to be read (`capd.io.sample`). Its statistics always are.
     """
 
     name: str
     nbytes: int
     load: Callable[[], Loaded | None]
     read: Callable[[], NDArray[np.generic]] | None = None
+    is_sampled: bool = True
 
 
 class Skipped(NamedTuple):
@@ -110,36 +113,48 @@ class Items:
     found: Iterable[Item]
 
 
-def items_of_runs(paths: Sequence[Path], tests: Sequence[Test]) -> Items:
+def items_of_runs(paths: Sequence[Path], tests: Sequence[Test], share: float = 1.0) -> Items:
     """Return the records of runs whose keys pass all tests, series by series.
 
-    If records share a moment, only the job's latest attempt counts.
+    If records share a moment, only the job's latest attempt counts. `share` is the share of each series to sample.
 
     Raises:
         NotAStore: If a path is no run.
         StoreError: If a run cannot be opened.
     """
-    return items_of_series(
+    named = (
         (f"{path}/{one.path}" if len(paths) > 1 else one.path, one)
         for path in paths
         for one in open_store(path).find()
         if all(test(one.key) for test in tests)
     )
+    return items_of_series(named, share)
 
 
-def items_of_series(named: Iterable[tuple[str, Series]]) -> Items:
-    """Return the records of series, each with the name that messages give it."""
+def items_of_series(named: Iterable[tuple[str, Series]], share: float = 1.0) -> Items:
+    """Return the records of series, each with the name that messages give it. `share` of them are sampled."""
     series = [(name, one, _numbers(one)) for name, one in named]
     total = sum(1 if isinstance(numbers, StoreError) else len(numbers) for _, _, numbers in series)
-    return Items(total, _each(series))
+    return Items(total, _each(series, share))
 
 
-def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]]) -> Iterator[Item]:
-    for name, one, numbers in series:
+def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]], share: float) -> Iterator[Item]:
+    for turn, (name, one, numbers) in enumerate(series):
         if isinstance(numbers, StoreError):
             yield _unreadable(name, numbers)
-        else:
-            yield from (_item(f"{name}#{number}", one, number) for number in numbers)
+            continue
+        items = (_item(f"{name}#{number}", one, number) for number in numbers)
+        yield from _sampled(items, len(numbers), share, turn)
+
+
+def _sampled(items: Iterable[Item], total: int, share: float, turn: int = 0) -> Iterator[Item]:
+    """Yield the items of one series, marked as sampled or not."""
+    if share >= 1:
+        yield from items
+        return
+    places = places_of(total, share, turn)
+    for place, item in enumerate(items):
+        yield item if place in places else replace(item, is_sampled=False)
 
 
 def _numbers(series: Series) -> Sequence[int] | StoreError:
@@ -172,11 +187,13 @@ def _unreadable(name: str, error: StoreError) -> Item:
     return Item(name, 0, fail, fail)
 
 
-def items_of_files(root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True) -> Items:
+def items_of_files(
+    root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True, share: float = 1.0
+) -> Items:
     """Return the tensor files below `root` whose keys pass all tests. Loading a file makes the checks of an import.
 
     A file is tested when it is loaded. `layer_base` is the number of the first layer in files that capd did not write.
-    Without `statistics`, loading a file does not compute them.
+    Without `statistics`, loading a file does not compute them. `share` of the files are sampled, as of one series.
 
     Raises:
         OSError: If `root` cannot be read.
@@ -188,7 +205,7 @@ def items_of_files(root: Path, tests: Sequence[Test], layer_base: int, *, statis
         return Item(name, file.nbytes, load, lambda: load_file(file, layer_base).bits)
 
     files = find_files(root)
-    return Items(len(files), map(item, files))
+    return Items(len(files), _sampled(map(item, files), len(files), share))
 
 
 def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int, statistics: bool) -> Loaded | None:

@@ -12,7 +12,7 @@ from typing import Any
 from capd.analyze.channels import Channels
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import Fields, Tally
-from capd.report.format_errors import error_numbers
+from capd.report.format_errors import error_numbers, sample_numbers
 from capd.report.format_use import format_numbers
 from capd.report.gather import BY_LAYER, BY_TENSOR, BY_TYPE_AND_LAYER, GROUPINGS, GatheredRecords
 from capd.report.quantiles import QUANTILES, quantiles_of
@@ -59,6 +59,7 @@ def document(
         "format": _FORMAT,
         "sources": list(sources),
         "quick": quick,
+        "sample": sample_numbers(gathered),
         "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
         "without_statistics": gathered.without_statistics,
         "unmeasured": [

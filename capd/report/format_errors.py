@@ -15,12 +15,12 @@ from capd.analyze.shape import shape_of
 from capd.analyze.verdict.score import best_of
 from capd.report.gather import GatheredRecords
 
-__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers"]
+__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers", "sample_numbers"]
 
 COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
 METRICS = (
-    "sqnr_db", "mse", "rmse", "mae", "max_abs", "relative", "relative_mse", "normalised_l2", "cosine", "psnr_db",
-    "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
+    "sqnr_db", "sqnr_db_error", "mse", "rmse", "mae", "max_abs", "relative", "relative_mse", "normalised_l2", "cosine",
+    "psnr_db", "underflow_percent", "saturation_percent", "flush_percent", "lost_percent",
 )  # fmt: skip
 BLOCK_SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BLOCK_NUMBERS = ("count", "zero", "invalid", "saturated", "saturated_percent", "scale_type")
@@ -34,6 +34,7 @@ def error_document(
     groups = gathered.groups
     return {
         "sources": list(sources),
+        "sample": sample_numbers(gathered),
         "formats": [
             {"label": each.label, "format": each.fmt, "options": each.options, "axis": each.axis}
             for each in choices
@@ -50,6 +51,23 @@ def error_document(
             for (name, reason), records in gathered.unmeasured.items()
         ],
         "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
+    }
+
+
+def sample_numbers(gathered: GatheredRecords) -> dict[str, Any] | None:
+    """Return which records were read, and the standard error of each format's SQNR over all; None if all were read."""
+    sample = gathered.sample
+    if sample is None:
+        return None
+    return {
+        "share": sample.share,
+        "records": sample.records,
+        "of_records": sample.of,
+        "raw_bytes": sample.nbytes,
+        "of_raw_bytes": sample.of_nbytes,
+        "sqnr_db_error": {
+            label: errors.sqnr_db_error for label, errors in gathered.groups.whole().errors.items()
+        },
     }
 
 

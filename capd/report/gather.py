@@ -12,6 +12,7 @@ from capd.analyze.format_choice import FormatChoice
 from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
 from capd.analyze.verdict.sums import VerdictSums
 from capd.io.items import Item, Skipped
+from capd.io.sample import Sample
 from capd.report.linear_calls import LinearCalls, ProductErrors, measure_products
 from capd.report.measured import Measured, Measurements, measure
 from capd.report.series import SeriesSummaries, emulation_of
@@ -58,6 +59,7 @@ class GatheredRecords:
         calls: The calls of linear layers, if the error of their products is requested.
         products: The error of the products.
         emulations: The quant types and emulations that were active, None if a record does not name it.
+        sample: Counts the records of which elements were read, if not all are to be read.
     """
 
     groups: Groups = field(default_factory=lambda: Groups(GROUPINGS, CHANNEL_GROUPINGS, COARSE_GROUPINGS))
@@ -69,6 +71,7 @@ class GatheredRecords:
     skipped: list[Skipped] = field(default_factory=list)
     without_statistics: int = 0
     unmeasured: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sample: Sample | None = None
 
 
 def gather(
@@ -96,7 +99,7 @@ def gather(
         channels: Whether to measure the channels of each record, too.
 
     Yields:
-        For each item, in order, its bytes after it was added, or the reason why it was skipped.
+        For each item, in order, its bytes after it was added, 0 if it is not sampled, or the reason why it was skipped.
     """
     adding = _Adding(gathered)
     wanted = Measurements(quick=quick, choices=choices, per_block=per_block, channels=channels)
@@ -111,7 +114,9 @@ def gather(
                 adding.add(item, measured)
             elif measured is not None:
                 gathered.skipped.append(measured)
-            yield measured if isinstance(measured, Skipped) else item.nbytes
+            if gathered.sample is not None and isinstance(measured, Measured):
+                gathered.sample.add(measured.loaded.raw_bytes, is_read=item.is_sampled)
+            yield measured if isinstance(measured, Skipped) else item.nbytes * item.is_sampled
     adding.end_key()
     if gathered.series is not None:
         gathered.series.close()

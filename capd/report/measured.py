@@ -53,17 +53,17 @@ def measure(item: Item, wanted: Measurements) -> Measured | Skipped | None:
     """Load and measure one item. Return None if it is outside of the selection."""
     try:
         loaded = item.load()
-        return None if loaded is None else _measured(loaded, wanted)
+        return None if loaded is None else _measured(loaded, wanted, item.is_sampled and not wanted.quick)
     except UNREADABLE as error:
         return skipped(item.name, error)
 
 
-def _measured(loaded: Loaded, wanted: Measurements) -> Measured:
+def _measured(loaded: Loaded, wanted: Measurements, is_read: bool) -> Measured:
     stats, distribution, channels = loaded.stats, None, None
     errors: dict[str, Errors] = {}
     ranges: dict[str, BlockRanges] = {}
     unmeasured = [loaded.no_source] if wanted.choices and loaded.no_source is not None else []
-    if loaded.read is not None and not wanted.quick:
+    if loaded.read is not None and is_read:
         bits = loaded.read()
         distribution = distribution_of(bits, loaded.dtype)
         stats = stats or public(summarise(bits, loaded.dtype))

@@ -9,7 +9,7 @@ from capd.analyze.groups import Fields
 from capd.analyze.hif8_regimes import FINITE_CODES
 from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
-from capd.report.names import value_text
+from capd.report.names import sample_text, value_text
 from capd.report.verdict_document import calls_text, verdict_rows
 from capd_client.process.text import human_count, human_nbytes, table_lines
 
@@ -42,6 +42,8 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     without = plain["without_statistics"]
     if without:
         yield f"{human_count(without)} records have no stored statistics; their values are left out"
+    if plain["sample"] is not None:
+        yield f"sample: {sample_text(plain['sample'])}"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
     yield from _verdict(plain["verdict"], plain["sources"])
     yield from _scalars(plain["scalars"])

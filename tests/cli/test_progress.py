@@ -20,7 +20,17 @@ def test_the_bar_says_how_far_it_is_and_how_fast() -> None:
 
     line = progress.line(progress.began + 2.0)
 
-    assert line == f"[{'#' * 18}{'.' * 6}] 3 of 4 files, 3.0 MiB, 1.5 MiB/s"
+    assert line == f"[{'#' * 18}{'.' * 6}] 3 of 4 files, 3.0 MiB, 1.5 MiB/s, 0:01 left"
+
+
+def test_the_time_left_is_said_after_the_first_seconds() -> None:
+    progress = Progress(1000, "records", drawn=False)
+    nothing = progress.line(progress.began + 5.0)
+    progress.add(1 << 20)
+
+    lines = [progress.line(progress.began + passed) for passed in (1.9, 2.0, 10.0)]
+
+    assert [line.partition("/s, ")[2] for line in (nothing, *lines)] == ["", "", "33:18 left", "2:46:30 left"]
 
 
 def test_it_is_drawn_on_a_terminal_and_gone_at_the_end(second: Path, tmp_path: Path) -> None:

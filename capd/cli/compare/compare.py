@@ -133,6 +133,7 @@ def compare(
                 "--formats": formats,
                 "--sweep-scale": sweep_scale,
                 "--all-runs": request.source.all_runs,
+                "--sample": request.source.sample,
                 **only_formats,
             },
         )

@@ -70,7 +70,7 @@ def _print_groups(request: CompareRequest, document: dict[str, Any], *, per_bloc
         for label, errors in group["errors"].items()
     ]
     if not request.print(document, header, rows):
-        _print_table(fields, groups, wide=request.wide)
+        _print_table(fields, groups, wide=request.wide, is_sample=document["sample"] is not None)
         if per_block:
             _print_blocks(fields, groups, wide=request.wide)
 
@@ -82,16 +82,19 @@ def _say_unmeasured(gathered: GatheredRecords) -> None:
         name_some("record", "not measured", names, sum(gathered.unmeasured.values()))
 
 
-def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
+def _print_table(
+    fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool, is_sample: bool
+) -> None:
     rows = [(group, label, errors) for group in groups for label, errors in group["errors"].items()]
     places = [place_of(fields, group) for group, _, _ in rows]
     best = [label == group["best"] for group, label, _ in rows]
-    numbers = {name: aligned([errors[name] for _, _, errors in rows]) for name in _SHOWN}
+    shown = {"sqnr_db": _SHOWN["sqnr_db"], "sqnr_db_error": ("± dB", 0), **_SHOWN} if is_sample else _SHOWN
+    numbers = {name: aligned([errors[name] for _, _, errors in rows]) for name in shown}
     columns = [
         *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
         Column("format", [label for _, label, _ in rows], is_name=True),
         Column("records", [human_count(errors["records"]) for _, _, errors in rows], right=True, spare=3),
-        *(Column(title, numbers[name], right=True, spare=spare) for name, (title, spare) in _SHOWN.items()),
+        *(Column(title, numbers[name], right=True, spare=spare) for name, (title, spare) in shown.items()),
         Column("", ["best" if one else "" for one in best]),
     ]
     print_columns(columns, wide=wide, colours=["green" if one else "" for one in best])

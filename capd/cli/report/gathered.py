@@ -39,7 +39,8 @@ def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> Gather
     found.gather(gathered, **asked)
     if gathered.without_statistics:
         note(
-            f"{gathered.without_statistics:,} records have no stored statistics: --quick leaves their values out"
+            f"{gathered.without_statistics:,} records were not read and have no stored statistics: their values are "
+            "left out"
         )
     unmeasured: Counter[str] = Counter()
     for (_, reason), count in gathered.unmeasured.items():
@@ -54,15 +55,20 @@ def contents(gathered: GatheredRecords) -> str:
     groups = gathered.groups
     types = groups.values("quant_type")
     text = f"{human_count(groups.whole().records, 'record')} of {human_count(len(types), 'quant type')}"
+    if gathered.sample is not None:
+        text += f", {human_count(gathered.sample.records)} of them read"
     return text + (f", {human_count(len(gathered.skipped))} skipped" if gathered.skipped else "")
 
 
 def contents_json(gathered: GatheredRecords) -> dict[str, Any]:
     """Describe the records as JSON values."""
+    from capd.report.format_errors import sample_numbers
+
     groups, whole = gathered.groups, gathered.groups.whole()
     return {
         "records": whole.records,
         "raw_bytes": whole.raw_bytes,
         "quant_types": groups.values("quant_type"),
+        "sample": sample_numbers(gathered),
         "skipped": [{"name": one.name, "reason": one.reason} for one in gathered.skipped],
     }

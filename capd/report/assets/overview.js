@@ -74,7 +74,7 @@ function leftOut(data) {
 }
 
 export function overview(data) {
-  const about = [[say("made by"), `capd ${data.capd}`], [say("reads"), data.quick ? say("stored statistics alone (--quick)") : say("every element")], [say("formats"), data.formats.join(", ") || say("none")]];
+  const about = [[say("made by"), `capd ${data.capd}`], [say("reads"), data.quick ? say("stored statistics alone (--quick)") : data.sample ?? say("every element")], [say("formats"), data.formats.join(", ") || say("none")]];
   return [
     section(say("Overview"), null, tiles(data),
       el("dl", { class: "facts" }, el("div", {}, el("dt", {}, say("of")), el("dd", {}, data.sources.map((one) => el("div", {}, named(one))))), about.map(([text, value]) => el("div", {}, el("dt", {}, text), el("dd", {}, value))))),

@@ -10,6 +10,7 @@ from capd._version import __version__
 from capd.analyze.format_choice import FormatChoice
 from capd.report.document import grouped
 from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
+from capd.report.names import sample_text
 from capd.report.page.format_data import grids_data, hif8_data
 from capd.report.page.group_data import (
     Notes,
@@ -55,6 +56,7 @@ def page_data(
         "capd": __version__,
         "sources": sources,
         "quick": plain["quick"],
+        "sample": None if plain["sample"] is None else sample_text(plain["sample"]),
         "quantiles": list(QUANTILES),
         "metrics": list(METRICS),
         "metric_notes": METRICS,

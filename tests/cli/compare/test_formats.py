@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from capd.formats import qdq
+from capd.io.sample import places_of
 from capd_client.protocol.key import Moment
 from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
 from tests.kit.store.pt_files import SEED_NAME, seed_dictionary
@@ -119,6 +120,38 @@ def test_what_has_no_high_precision_source_is_named_and_counted(
         "mxfp8:axis=-2: axis of mxfp8 cannot be -2 for a tensor of shape (64,)": 1,
     }
     assert "5 records not measured: " in found.err
+
+
+def test_a_sample_has_the_errors_of_the_records_it_reads_and_says_how_exact_they_are(
+    capd: Capd, tmp_path: Path
+) -> None:
+    rng, writer, values = np.random.default_rng(3), StoreWriter(tmp_path), []
+    for iteration in range(40):
+        bits = bf16_bits(rng.normal(scale=1 + iteration, size=(32, 64)).astype(np.float32))
+        values.append(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
+        writer.put("run", linear_key(), bits, "bfloat16", Moment(iteration=iteration))
+    writer.close()
+
+    found = capd("compare", tmp_path, "--formats", "mxfp4", "--by", "none", "--sample", "20%", "--json")
+
+    read = [values[place] for place in sorted(places_of(40, 0.2, 0))]
+    document = found.json
+    errors = document["all"]["errors"]["mxfp4"]
+    assert (found.code, errors["records"], document["all"]["records"]) == (0, 8, 40)
+    assert errors["sqnr_db"] == pytest.approx(expected(read, "mxfp4")["sqnr_db"], rel=1e-9)
+    assert document["all"]["values"]["absmax"] == max(float(each.abs().max()) for each in values)
+    assert document["sample"] == {
+        "share": 0.2, "records": 8, "of_records": 40, "raw_bytes": 8 * 4096, "of_raw_bytes": 40 * 4096,
+        "sqnr_db_error": {"mxfp4": errors["sqnr_db_error"]},
+    }  # fmt: skip
+    whole = capd("compare", tmp_path, "--formats", "mxfp4", "--by", "none", "--json").json
+    assert whole["sample"] is None
+    assert abs(errors["sqnr_db"] - whole["all"]["errors"]["mxfp4"]["sqnr_db"]) < 4 * errors["sqnr_db_error"]
+    table = capd("compare", tmp_path, "--formats", "mxfp4", "--by", "none", "--sample", "20%")
+    assert "± dB" in table.out
+    assert "8 of 40 records were read, 20 %" in table.err
+    assert capd("compare", tmp_path, tmp_path, "--sample", "5%").code == 2
+    assert capd("compare", tmp_path, "--sample", "5").code == 2
 
 
 def test_both_axes_and_single_blocks_are_measured_when_asked(capd: Capd, known: tuple[Path, Values]) -> None:

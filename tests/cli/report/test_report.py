@@ -337,6 +337,28 @@ def test_quick_reads_no_element_and_has_the_same_statistics(
     assert "--quick" in (tmp_path / "out" / TEXT_NAME).read_text()
 
 
+def test_a_sample_reads_some_records_of_each_series_and_keeps_all_statistics(
+    quickly: Capd, known: tuple[Path, Values], reported: Path, tmp_path: Path
+) -> None:
+    found = quickly("report", known[0], "-o", tmp_path / "out", "--sample", "1%")
+
+    assert found.code == 0
+    some, whole = document_of(tmp_path / "out"), document_of(reported)
+    assert whole["sample"] is None
+    assert some["sample"]["share"] == 0.01
+    assert 0 < some["sample"]["records"] < some["sample"]["of_records"] == whole["all"]["records"]
+    for one, other in zip(some["by"]["tensor_name"], whole["by"]["tensor_name"], strict=True):
+        assert {name: one[name] for name in ("records", "count", "mean", "std", "absmax")} == {
+            name: other[name] for name in ("records", "count", "mean", "std", "absmax")
+        }
+    said = f"{some['sample']['records']} of {some['sample']['of_records']} records were read"
+    assert said in found.err
+    assert said in (tmp_path / "out" / TEXT_NAME).read_text()
+    assert said in (tmp_path / "out" / "report.html").read_text()
+    assert quickly("report", known[0], "-o", tmp_path / "none", "--sample", "1%", "--quick").code == 2
+    assert not (tmp_path / "none" / JSON_NAME).exists()
+
+
 @pytest.mark.slow
 def test_quick_draws_everything_that_needs_no_element(
     capd: Capd, known: tuple[Path, Values], tmp_path: Path

@@ -16,6 +16,7 @@ from torch.ao.ns.fx.utils import compute_cosine_similarity, compute_normalized_l
 
 from capd.analyze.distribution import distribution_of
 from capd.analyze.errors import Errors, errors_of, merged
+from capd.analyze.exact import rounded
 from capd.analyze.format_choice import FormatChoice, choices
 from capd.analyze.measure import measured_patterns
 from capd.formats import FormatError, decode, encode
@@ -270,6 +271,21 @@ def test_a_dtype_or_an_axis_that_a_format_cannot_take_is_refused_by_name() -> No
         errors_of(torch.ones(4, dtype=torch.int64), chosen("mxfp8"))
     with pytest.raises(FormatError, match="axis of mxfp8 cannot be -2"):
         errors_of(torch.ones(4), chosen("mxfp8:axis=-2"))
+
+
+def test_the_standard_error_of_the_sqnr_is_that_of_the_ratio_over_records() -> None:
+    choice = chosen("mxfp4")
+    each = [errors_of(values_of(torch.bfloat16, 40, 64, seed=seed) * (1 + seed), choice) for seed in range(7)]
+    a, b = (np.array([float(rounded(getattr(one.sums, name))) for one in each]) for name in ("x2", "d2"))
+
+    found = merged([merged(each[:3]), merged(each[3:])])
+
+    ratio, n = b.sum() / a.sum(), len(each)
+    error = math.sqrt(n / (n - 1) * ((b - ratio * a) ** 2).sum()) / a.sum()
+    assert found.sqnr_db_error == pytest.approx(10 / math.log(10) * error / ratio, rel=1e-12)
+    assert found.sqnr_db_error == merged(each[::-1]).sqnr_db_error
+    assert each[0].sqnr_db_error is merged(each[:1]).sqnr_db_error is None
+    assert merged([each[0]] * 4).sqnr_db_error == pytest.approx(0, abs=1e-9)
 
 
 def test_stochastic_rounding_repeats_itself() -> None:
