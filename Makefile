@@ -93,7 +93,7 @@ test-random: setup ## Run the property tests on new random examples, and more of
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA device; GPU_PYTHON=python3 runs them without .venv
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m gpu $(TEST_ARGS)
 
-bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
+bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
@@ -103,6 +103,7 @@ bench: setup ## Run the benchmarks (a quarter of an hour, on a quiet machine)
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/emulation.py
 	$(MAKE) bench-store
 

@@ -149,6 +149,16 @@ def test_every_way_to_compare_is_measured_and_its_memory_is_judged(tmp_path: Pat
     assert [check["at_most"] for check in found["checks"]] == [True] * 4
 
 
+def test_a_report_is_measured_by_size_of_the_records_and_its_rate_is_judged(tmp_path: Path) -> None:
+    found = results("report.py", tmp_path)
+
+    sizes = {row["variant"].partition(",")[0]: row["raw_nbytes"] for row in found["rows"]}
+    assert (len(found["rows"]), sizes.keys()) == (9, {"8 MiB", "1 MiB", "128 KiB"})
+    assert sizes["8 MiB"] == 8 * sizes["1 MiB"] == 64 * sizes["128 KiB"]
+    [check] = found["checks"]
+    assert (check["bound"], check["at_most"]) == (60.0, False)
+
+
 def test_the_benchmark_of_listing_runs() -> None:
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "listing.py", "--records", "200", "--series", "20", "--json"],
