@@ -26,6 +26,7 @@ __all__ = ["Distribution", "counted_quantiles", "distribution_of"]
 # The number of elements that are processed at once. Their temporary arrays stay small compared to the record.
 _BLOCK = 1 << 17
 _CODES = 1 << 16
+_MAGNITUDE = np.uint16(0x7FFF)
 _LARGEST, _INFINITE, _NAN = 0x7F7F, 0x7F80, 0x7FC0
 # As bits of float32. NaN has larger bits, too.
 _ROUNDS_TO_INFINITE = 0x7F7F_8000
@@ -121,6 +122,13 @@ class Distribution:
         self._join()
         for grid, [(codes, counts)] in self._parts.items():
             yield grid, codes, counts
+
+    def magnitudes(self) -> Iterator[tuple[str, NDArray[np.uint16], NDArray[np.int64]]]:
+        """Yield the same for magnitudes: both signs together, by the pattern of the positive value."""
+        for grid, codes, counts in self.patterns():
+            counted = _counted(codes & _MAGNITUDE, counts)
+            used = np.flatnonzero(counted)
+            yield grid, used.astype(np.uint16), counted[used]
 
 
 def counted_quantiles(

@@ -152,8 +152,8 @@ def at_scale(distribution: Distribution, element: Element, scale: float) -> Erro
 
 
 def _patterns(distribution: Distribution) -> Iterator[tuple[torch.Tensor, Counts]]:
-    """Yield the occurring values of each dtype of a distribution, and the count of each."""
-    for dtype, codes, counts in distribution.patterns():
+    """Yield the occurring magnitudes of each dtype of a distribution, and the count of each. Rounding is symmetric."""
+    for dtype, codes, counts in distribution.magnitudes():
         yield torch.from_numpy(codes.view(np.int16).copy()).view(getattr(torch, dtype)), counts
 
 

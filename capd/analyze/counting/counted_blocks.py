@@ -25,8 +25,8 @@ from capd_client.formats.spec import FormatError, Spec
 __all__ = ["CountedBlocks", "counted_blocks"]
 
 # A pair costs as much as a few values, so tensors with fewer values, or fewer for each bin, are not counted.
-FEWEST_VALUES = 1 << 18
-VALUES_PER_BIN = 4
+FEWEST_VALUES = 1 << 17
+VALUES_PER_BIN = 1
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -86,8 +86,8 @@ def _layout(values: torch.Tensor, spec: Spec) -> Layout | None:
 def _magnitude_counts(distribution: Distribution) -> Whole:
     """Return the count of each pattern of a magnitude, int64 [32768]."""
     found = np.zeros(MAGNITUDES, np.int64)
-    for _, codes, counts in distribution.patterns():
-        found += np.bincount(codes & (MAGNITUDES - 1), counts, MAGNITUDES).astype(np.int64)
+    for _, codes, counts in distribution.magnitudes():
+        found[codes] = counts
     return found
 
 
