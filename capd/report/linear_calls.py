@@ -28,6 +28,8 @@ MOST_CALLS = 32
 # Larger calls are left out: their operands and quantised operands would take about ten times this.
 _MOST_NBYTES = 256 << 20
 _WORK = 10
+# Of all measured calls together: about 15 s of CPU for the five default formats.
+_ALL_NBYTES = 128 << 20
 _OPERANDS = {("forward", "input"): "x", ("forward", "weight"): "weight", ("backward", "grad_output"): "dy"}
 _PLACE = ("quant_type", "rank", "stack", "layer", "module")
 
@@ -136,7 +138,7 @@ class ProductErrors:
 
 
 def measure_products(calls: LinearCalls, choices: Sequence[FormatChoice], *, threads: int) -> ProductErrors:
-    """Measure the products of at most MOST_CALLS calls, evenly over the modules."""
+    """Measure the products of at most MOST_CALLS calls, evenly over the modules; of large ones fewer, at least one."""
     modules = calls.by_module()
     usable = [own for each in modules if (own := [call for call in each if call.is_usable])]
     found = ProductErrors(calls=sum(map(len, modules)))
@@ -152,8 +154,10 @@ def measure_products(calls: LinearCalls, choices: Sequence[FormatChoice], *, thr
 
 
 def _chosen(modules: Sequence[Sequence[_Call]]) -> list[_Call]:
-    some = _evenly(modules, MOST_CALLS)
-    each, more = divmod(MOST_CALLS, max(1, len(some)))
+    largest = max((call.nbytes for calls in modules for call in calls), default=1)
+    most = max(1, min(MOST_CALLS, _ALL_NBYTES // max(1, largest)))
+    some = _evenly(modules, most)
+    each, more = divmod(most, max(1, len(some)))
     return [call for place, calls in enumerate(some) for call in _evenly(calls, each + (place < more))]
 
 

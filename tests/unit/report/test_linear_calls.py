@@ -14,6 +14,7 @@ from capd.analyze.format_choice import choices
 from capd.analyze.verdict.products import Operands, product_errors
 from capd.errors import DamagedRecord
 from capd.io.items import Item, Loaded
+from capd.report import linear_calls
 from capd.report.gather import GatheredRecords, gather
 from capd.report.linear_calls import MOST_CALLS, LinearCalls, ProductErrors
 from capd_client.protocol.key import Key, Moment
@@ -162,6 +163,21 @@ def test_many_calls_are_chosen_evenly_over_the_modules() -> None:
     one = measured(*items[:3]).errors["mxfp8"]["Y"]
     times = sum(share * 4**module for module, share in enumerate((7, 7, 6, 6, 6)))
     assert errors.sums.x2 == times * one.sums.x2
+
+
+def test_fewer_of_large_calls_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [
+        item(name, values, module=f"m{module}")
+        for module in range(5)
+        for name, values in (("input", X), ("weight", W), ("grad_output", DY))
+    ]
+    monkeypatch.setattr(linear_calls, "_ALL_NBYTES", 2 * sum(each.nbytes for each in items[:3]))
+
+    assert measured(*items).measured == 2
+
+    monkeypatch.setattr(linear_calls, "_ALL_NBYTES", 1)
+
+    assert measured(*items).measured == 1
 
 
 def test_without_formats_nothing_is_measured() -> None:
