@@ -16,6 +16,7 @@ LANGUAGES = ("bash", "python")
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_every_line_of_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = blocks.commands(tmp_path / "bin")
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
