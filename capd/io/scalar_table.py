@@ -6,14 +6,16 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+from capd.errors import DamagedRecord
+from capd.io.items import Skipped, skipped
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.read.scalars import Scalar
 from capd.store.read.store import Store
 from capd_client.protocol.scalars import scalar_key
 
-__all__ = ["SCALAR_TABLE_NAME", "chosen_scalars", "export_scalars"]
+__all__ = ["SCALAR_TABLE_NAME", "ReadableScalars", "chosen_scalars", "export_scalars", "readable_scalars"]
 
 SCALAR_TABLE_NAME = "scalars.csv"
 _COLUMNS = ("name", "rank", "iteration", "micro_batch", "call", "time_ns", "value")
@@ -31,6 +33,26 @@ def chosen_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) ->
         for rank in ranks
         if all(test(scalar_key(name, rank)) for test in tests)
     ]
+
+
+class ReadableScalars(NamedTuple):
+    """The scalars of a selection that could be read, and those that could not, with the reasons."""
+
+    found: list[Scalar]
+    skipped: list[Skipped]
+
+
+def readable_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) -> ReadableScalars:
+    """Read the scalars of all ranks, of the latest attempt, whose keys pass all tests. A damaged one is skipped."""
+    read = ReadableScalars([], [])
+    for name, ranks in store.scalars().items():
+        for rank in ranks:
+            if all(test(scalar_key(name, rank)) for test in tests):
+                try:
+                    read.found.append(store.scalar(name, rank=rank))
+                except DamagedRecord as error:
+                    read.skipped.append(skipped(f"scalar {name} of rank {rank}", error, damaged=True))
+    return read
 
 
 def export_scalars(scalars: Sequence[Scalar], out: Path) -> ExportedFile:

@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from capd.store.catalog.rows import SeriesRow
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
 from capd.store.read.series import Series, import_extra
 from capd_client.protocol.key import Moment
 
-__all__ = ["Scalar", "read_scalar", "scalar_ranks"]
+__all__ = ["Scalar", "ScalarRows", "read_scalar", "scalar_rows"]
+
+# One scalar of one rank. After a restart, the rank may have continued on another node.
+ScalarRows = Sequence[tuple[NodeView, SeriesRow]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,32 +61,24 @@ class Scalar:
         return pd.Series(self.values, index=index, name=self.name)
 
 
-def scalar_ranks(nodes: Iterable[NodeView]) -> dict[str, list[int]]:
-    """Return the ranks of each scalar, by its name, in order."""
-    found: dict[str, set[int]] = defaultdict(set)
+def scalar_rows(nodes: Iterable[NodeView]) -> dict[tuple[str, int], ScalarRows]:
+    """Return the series of each scalar by its name and rank, in this order."""
+    found: dict[tuple[str, int], list[tuple[NodeView, SeriesRow]]] = defaultdict(list)
     for node in nodes:
         for row in node.series.values():
             if row.records and row.holds_scalars:
-                found[row.header.key.tensor_name].add(row.header.key.rank)
-    return {name: sorted(found[name]) for name in sorted(found)}
+                found[row.header.key.tensor_name, row.header.key.rank].append((node, row))
+    return {each: found[each] for each in sorted(found)}
 
 
-def read_scalar(
-    nodes: Iterable[NodeView], tools: ReadTools, name: str, rank: int, attempt: int | str
-) -> Scalar:
-    """Return one scalar. After a restart, a rank may have continued on another node.
+def read_scalar(rows: ScalarRows, tools: ReadTools, attempt: int | str) -> Scalar:
+    """Return one scalar of one rank.
 
     Raises:
         DamagedRecord: A value cannot be read exactly.
     """
-    read = [
-        each
-        for node in nodes
-        for row in node.series.values()
-        if row.records and row.holds_scalars
-        if (row.header.key.tensor_name, row.header.key.rank) == (name, rank)
-        for each in _values(Series(node, row, tools))
-    ]
+    key = rows[0][1].header.key
+    read = [each for node, row in rows for each in _values(Series(node, row, tools))]
     chosen = sorted(_of_attempt(read, attempt), key=lambda one: _place(one[0]))
     moments = [moment for moment, _ in chosen]
 
@@ -90,8 +86,8 @@ def read_scalar(
         return np.array([getattr(moment, field) for moment in moments], "int64")
 
     return Scalar(
-        name=name,
-        rank=rank,
+        name=key.tensor_name,
+        rank=key.rank,
         iterations=numbers("iteration"),
         micro_batches=numbers("micro_batch"),
         calls=numbers("call"),

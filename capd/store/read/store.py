@@ -25,7 +25,7 @@ from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
 from capd.store.read.notebook import store_html
-from capd.store.read.scalars import Scalar, read_scalar, scalar_ranks
+from capd.store.read.scalars import Scalar, ScalarRows, read_scalar, scalar_rows
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.reference import parse_reference
@@ -83,6 +83,7 @@ class Store:
         self.run_id: str = run_attributes(path).get("run_id", path.stem)
         self._tools = ReadTools()
         self._nodes: list[NodeView] = []
+        self._scalar_rows: dict[tuple[str, int], ScalarRows] | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -93,6 +94,7 @@ class Store:
         if not directories:
             directories = [self.path / ".capd" / "node="]
         self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
+        self._scalar_rows = None
 
     def __repr__(self) -> str:
         return f"<Store {self.path} with {len(self.series)} series>"
@@ -178,9 +180,19 @@ class Store:
                     return series, index
         raise CapdError(f"{self.path} has no record {reference}; it was dropped, or belongs to another run")
 
+    @property
+    def _scalars(self) -> dict[tuple[str, int], ScalarRows]:
+        """The series of each scalar by its name and rank."""
+        if self._scalar_rows is None:
+            self._scalar_rows = scalar_rows(self._nodes)
+        return self._scalar_rows
+
     def scalars(self) -> dict[str, list[int]]:
         """Return the names of all scalars in order, each with the ranks that recorded it."""
-        return scalar_ranks(self._nodes)
+        found: dict[str, list[int]] = {}
+        for name, rank in self._scalars:
+            found.setdefault(name, []).append(rank)
+        return found
 
     def scalar(self, name: str, *, rank: int | None = None, attempt: int | str = "latest") -> Scalar:
         """Return what one rank recorded under a name.
@@ -194,15 +206,19 @@ class Store:
             NoSuchSeries: The run has no such scalar of this rank. The message names those that there are.
             DamagedRecord: A value cannot be read exactly.
         """
-        known = self.scalars()
-        ranks = known.get(name, [])
-        if not ranks or rank not in (None, *ranks):
-            there = (
-                f"rank {', '.join(map(str, ranks))}" if ranks else (", ".join(known) or "no scalar at all")
-            )
+        found = self._scalars
+        first = rank if rank is not None else next((at[1] for at in found if at[0] == name), 0)
+        rows = found.get((name, first))
+        if rows is None:
             whose = "" if rank is None else f" of rank {rank}"
-            raise NoSuchSeries(f"{self.path} has no scalar {name!r}{whose}; it has {there}")
-        return read_scalar(self._nodes, self._tools, name, ranks[0] if rank is None else rank, attempt)
+            raise NoSuchSeries(f"{self.path} has no scalar {name!r}{whose}; it has {self._instead(name)}")
+        return read_scalar(rows, self._tools, attempt)
+
+    def _instead(self, name: str) -> str:
+        known = self.scalars()
+        if name in known:
+            return f"rank {', '.join(map(str, known[name]))}"
+        return ", ".join(known) or "no scalar at all"
 
     @property
     def sessions(self) -> list[SessionRow]:

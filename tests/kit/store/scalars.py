@@ -11,7 +11,7 @@ from capd_client.protocol.key import Moment
 from capd_client.protocol.scalars import scalar_key
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
 
-__all__ = ["put_scalar", "write_scalars"]
+__all__ = ["damage_scalar", "put_scalar", "write_scalars"]
 
 
 def put_scalar(
@@ -40,3 +40,11 @@ def write_scalars(root: Path, run_id: str, losses: Sequence[Sequence[float]], ra
         put_scalar(writer, run_id, "rate", 0, value, iteration)
     writer.close()
     return root / f"{run_id}.zarr"
+
+
+def damage_scalar(run: Path, name: str, rank: int = 0) -> None:
+    """Destroy the values of a sealed scalar."""
+    [shard] = [path for path in run.glob(f"scalar/rank{rank}/**/*{name}/data/c/**/*") if path.is_file()]
+    content = bytearray(shard.read_bytes())
+    content[64:] = bytes(byte ^ 0xFF for byte in content[64:])
+    shard.write_bytes(content)
