@@ -138,7 +138,9 @@ def _followed(place: FollowedMethod, method: Callable[..., Any]) -> Callable[...
             return result
         finally:
             _calls.remove(call)
-            for ended in call.ended:
-                ended()
+            # They hold the call, which would keep its batch and its loss until the garbage collector runs.
+            ended, call.ended = call.ended, []
+            for one in ended:
+                one()
 
     return followed

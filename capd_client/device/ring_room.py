@@ -43,7 +43,10 @@ class RingRoom:
         self._stalled = 0
 
     def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
-        """Return a slot of `nbytes` and its memory; None if there is no room until `deadline` (time.monotonic)."""
+        """Return a slot of `nbytes` and its memory; None if there is no room until `deadline` (time.monotonic).
+
+        A deadline of 0 waits for nothing.
+        """
         taken = self._ring.take(nbytes, 0.0)
         if not self.ordered or nbytes > self._ring.capacity:
             return taken or self._take_landed(nbytes) or self._ring.take(nbytes, deadline)
@@ -72,7 +75,9 @@ class RingRoom:
                     or self._transfers.failed
                     or self._stalled == self._transfers.gates
                 ):
-                    self._stalled = self._transfers.gates
+                    # Without a deadline, the call has not waited.
+                    if deadline:
+                        self._stalled = self._transfers.gates
                     break
                 else:
                     time.sleep(_POLL_S)

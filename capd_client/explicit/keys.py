@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from capd_client.errors import ConfigError
+from capd_client.process.text import brief
 from capd_client.protocol.key import Key, Moment
 from capd_client.steps.context import MOMENT_FIELDS, Context, as_index
 
@@ -41,7 +42,7 @@ def key_of(names: tuple[Any, ...], label_of: Callable[[torch.dtype], str]) -> Ke
     )
     for name in (tensor_name, layer_type, component, operation, phase, module, stack):
         if not isinstance(name, str):
-            raise ConfigError(f"a name must be a str, not {name!r:.80}")
+            raise ConfigError(f"a name must be a str, not {brief(name)}")
     key = Key(
         quant_type=label_of(dtype) if quant_type is None else quant_type,
         rank=rank,

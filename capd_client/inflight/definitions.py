@@ -47,16 +47,16 @@ def short_name(dtype: torch.dtype) -> str:
 class Definition:
     """An interned (key, dtype, attributes). `item_nbytes` is 0 for a dtype that capd does not keep.
 
-    A `patient` one may wait for room, and counts against the budget of its step. Only scalars are not patient.
+    A scalar never waits for room, no policy keeps less of it, and it does not count against the budget of its step.
     """
 
-    __slots__ = ("attributes", "define", "id", "item_nbytes", "key", "patient")
+    __slots__ = ("attributes", "define", "id", "is_scalar", "item_nbytes", "key")
 
     def __init__(self, define: Define, key: Key, attributes: object) -> None:
         self.define = define
         self.id = define.id
         self.item_nbytes = ITEM_NBYTES.get(define.dtype, 0)
-        self.patient = not is_scalar(key)
+        self.is_scalar = is_scalar(key)
         # The caller's object is kept alive, so that no other object can get its id.
         self.key = key
         self.attributes = attributes

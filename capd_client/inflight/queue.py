@@ -86,14 +86,16 @@ class Queue(Accounts):
         with self.lock:
             if self.refusing is not None:
                 return self._live.refuse(definition, descriptor, self.refusing, nbytes)
-            limited = self.step_budget.nbytes is not None and definition.patient
+            limited = self.step_budget.nbytes is not None and not definition.is_scalar
             if limited and not self.step_budget.has_room(descriptor.moment.iteration, nbytes):
                 return self._no_room(definition, descriptor, DropReason.STEP_BUDGET, nbytes)
             slot = self.slots.take(nbytes)
             if slot is None:
-                if not definition.patient:
-                    return self._live.refuse(definition, descriptor, DropReason.ARENA_FULL, nbytes)
-                found = self._wait_for_room(nbytes, descriptor.moment.iteration)
+                found = (
+                    DropReason.ARENA_FULL
+                    if definition.is_scalar
+                    else self._wait_for_room(nbytes, descriptor.moment.iteration)
+                )
                 if isinstance(found, DropReason):
                     return self._no_room(definition, descriptor, found, nbytes)
                 slot = found
@@ -170,7 +172,7 @@ class Queue(Accounts):
             elif capture.state == COPYING:
                 self._live.give_back(capture, capture.budgeted)
                 self._live.drop(capture, reason)
-                thinning = self.policy.thinning
+                thinning = None if capture.definition.is_scalar else self.policy.thinning
                 if thinning is not None and reason is DropReason.RING_FULL:
                     thinning.refused(capture.descriptor.moment)
 
@@ -324,6 +326,8 @@ class Queue(Accounts):
     def _no_room(
         self, definition: Definition, descriptor: Descriptor, reason: DropReason, nbytes: int
     ) -> Union[Capture, Refused]:
+        if definition.is_scalar:
+            return self._live.refuse(definition, descriptor, reason, nbytes)
         wanted = Capture(descriptor, definition, EMPTY, thread=get_ident())
         found = self.policy.no_room(wanted, reason, self._live)
         if isinstance(found, DropReason):

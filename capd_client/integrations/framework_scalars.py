@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Optional
 
 import torch
 
+from capd_client.device.cuda.runtime import is_capturing
 from capd_client.process.dynamo import untraced
 from capd_client.process.log import RateLimitedLog
 from capd_client.process.signals import is_interruption
 from capd_client.scalars.recording import record, recorded
 from capd_client.session.current import running
 from capd_client.steps.trial_runs import trying
-from capd_client.tensors.inspect import PLAIN_TYPES
+from capd_client.tensors.inspect import PLAIN_TYPES, modes_active, without_modes
 
-__all__ = ["clipped", "lightning", "megatron_losses", "megatron_step", "trainer"]
+__all__ = [
+    "clipped", "clipped_by_fsdp", "computes_norm", "lightning", "megatron_losses", "megatron_step", "trainer",
+]  # fmt: skip
 
 # What a Trainer logs about its speed, and not about the model.
 _SPEED = ("epoch", "total_flos", "num_input_tokens_seen", "_runtime", "_per_second")
@@ -27,24 +32,36 @@ _notices = RateLimitedLog()
 
 
 @untraced
-def _note(name: str, value: Any, *, again: bool = True) -> None:
+def _note(
+    name: str, value: Any, number_of: Optional[Callable[[Any], Any]] = None, *, again: bool = True
+) -> None:
     """Record a scalar, if it is one number and a session runs. Never raises an error of capd.
 
     Args:
         name: The name.
         value: Anything.
+        number_of: Returns the number of the value, where it is not the value itself.
         again: Whether to record it although this iteration has a scalar of this name.
     """
     current = running()
-    if current is None or trying() or not _is_number(value):
+    if current is None or trying():
         return
     try:
-        if again or not recorded(current.context, name):
-            record(current, name, value)
+        number = value if number_of is None else _computed(number_of, value)
+        if _is_number(number) and (again or not recorded(current.context, name)):
+            record(current, name, number)
     except Exception as error:
         if is_interruption(error):
             raise
         _notices.warn("scalar", "the scalar %r of the framework is not recorded: %r", name, error)
+
+
+def _computed(number_of: Callable[[Any], Any], value: Any) -> Any:
+    """Return `number_of(value)`, computed unseen by the job: by autograd, its modes, and its CUDA graphs."""
+    if torch.cuda.is_initialized() and is_capturing():  # type: ignore[no-untyped-call]  # torch's own lack
+        return None
+    with torch.no_grad(), without_modes() if modes_active() else nullcontext():
+        return number_of(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -69,32 +86,63 @@ def lightning(result: Any, loop: Any, *_: Any, **__: Any) -> None:
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor):
         # Lightning divides the loss of every micro-batch by their number.
-        _note("loss", loss * loop.trainer.accumulate_grad_batches)
+        _note("loss", loss, lambda loss: loss * loop.trainer.accumulate_grad_batches)
 
 
 def megatron_losses(found: Any) -> None:
     """Record the losses of a micro-batch, by the names that Megatron's loss function gives them."""
     for name, value in found.items() if isinstance(found, Mapping) else ():
         if isinstance(name, str):
-            _note(name, _mean(value))
+            _note(name, value, _mean if _is_pair(value) else None)
 
 
-def _mean(value: Any) -> Any:
-    """Return the mean of a loss that is given as [sum, number of tokens]; any other value unchanged."""
-    pair = isinstance(value, Sequence) and len(value) == 2
-    if pair or (isinstance(value, torch.Tensor) and value.shape == (2,)):
-        with torch.no_grad():
-            return value[0] / value[1]
-    return value
+def _is_pair(value: Any) -> bool:
+    """Return whether a loss is given as its sum and its number of tokens."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in PLAIN_TYPES and value.shape == (2,)
+    return isinstance(value, (list, tuple)) and len(value) == 2
+
+
+def _mean(pair: Any) -> Any:
+    return pair[0] / pair[1]
+
+
+class _Norms(threading.local):
+    """The calls of this thread that compute a gradient norm. The outermost one returns the norm of all gradients."""
+
+    under_way = 0
+
+
+_norms = _Norms()
+
+
+@contextmanager
+def computes_norm(*_: Any, **__: Any) -> Iterator[None]:
+    """Note that the call computes a gradient norm, perhaps by calls that compute further ones."""
+    _norms.under_way += 1
+    try:
+        yield
+    finally:
+        _norms.under_way -= 1
+
+
+def _note_norm(norm: Any) -> None:
+    if _norms.under_way == 1:
+        _note("grad_norm", norm)
 
 
 def megatron_step(result: Any, *_: Any, **__: Any) -> None:
     """Record the gradient norm that a step of Megatron's optimizer returns. It is 0.0 if none was computed."""
     norm = result[1] if isinstance(result, tuple) and len(result) == 3 else None
     if isinstance(norm, torch.Tensor) or norm:
-        _note("grad_norm", norm)
+        _note_norm(norm)
 
 
-def clipped(norm: Any, *_: Any, **__: Any) -> None:
-    """Record the gradient norm that `clip_grad_norm_` of torch or FSDP returns."""
-    _note("grad_norm", norm)
+def clipped(_result: Any, parameters: Any, max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> None:
+    """Record the gradient norm by which torch scaled gradients."""
+    _note_norm(total_norm)
+
+
+def clipped_by_fsdp(norm: Any, *_: Any, **__: Any) -> None:
+    """Record the gradient norm that `clip_grad_norm_` of FSDP returns."""
+    _note_norm(norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-__all__ = ["human_count", "human_nbytes", "number_ranges", "printable", "table_lines"]
+__all__ = ["brief", "human_count", "human_nbytes", "number_ranges", "printable", "table_lines"]
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
@@ -36,6 +36,14 @@ def human_nbytes(nbytes: float) -> str:
 def human_count(count: int, noun: str = "") -> str:
     """Return a count with thousands separators, and its noun if there is one: "1 record", "2,000 records"."""
     return f"{count:,}{noun and ' '}{noun}{'s' if noun and count != 1 else ''}"
+
+
+def brief(value: object) -> str:
+    """Return a wrong argument for a message: the beginning of a text, or the type of anything else.
+
+    The text of a tensor on a device would wait for the device.
+    """
+    return repr(value[:80]) if isinstance(value, str) else type(value).__name__
 
 
 def printable(text: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Optional, Union
+import numbers
+from typing import Any, Optional, Union
 
 import torch
 
 from capd_client.errors import ConfigError
+from capd_client.process.text import brief
 from capd_client.protocol.counter_page import DropReason
-from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.key import MAX_NAME_CHARS, Key, Moment
 from capd_client.protocol.scalars import scalar_key
 from capd_client.session.starting import AnySession
 from capd_client.steps.checkpointing import in_backward
@@ -17,8 +19,9 @@ from capd_client.tensors.inspect import PLAIN_TYPES, modes_active, unwrap, witho
 
 __all__ = ["record", "recorded"]
 
-_MAX_KEYS = 1 << 12
-# By name and rank. A definition is found by the identity of its key.
+# A gradient norm of each parameter of a large model fits. Each name is a series of the store.
+_MAX_NAMES = 1 << 14
+# By name and rank. Definitions and calls are counted by the identity of a key, so that no key is ever forgotten.
 _keys: dict[tuple[str, int], Key] = {}
 
 
@@ -43,7 +46,7 @@ def record(
     """
     number = _number(value)
     if isinstance(number, str):
-        current.drop_invalid(f"scalar {name!r:.80}: {number}", DropReason.UNSUPPORTED)
+        current.drop_invalid(f"scalar {brief(name)}: {number}", DropReason.UNSUPPORTED)
         return
     key = _key(name, current.context.bind())
     current.offer_scalar(number, key, _moment(current.context, key, iteration, micro_batch))
@@ -58,11 +61,14 @@ def _key(name: str, rank: int) -> Key:
     found = _keys.get((name, rank)) if type(name) is str else None
     if found is not None:
         return found
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"a scalar's name must be a str that is not empty, not {name!r:.80}")
-    # A job may invent new names all the time.
-    if len(_keys) >= _MAX_KEYS:
-        _keys.clear()
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise ConfigError(
+            f"a scalar's name must be a str of 1 to {MAX_NAME_CHARS:,} characters, not {brief(name)}"
+        )
+    if len(_keys) >= _MAX_NAMES:
+        raise ConfigError(
+            f"more than {_MAX_NAMES:,} names of scalars in one process; a counter belongs in `iteration`, not into a name"
+        )
     return _keys.setdefault((name, rank), scalar_key(str(name), rank))
 
 
@@ -81,15 +87,23 @@ def _moment(context: Context, key: Key, iteration: Optional[int], micro_batch: O
 
 def _number(value: object) -> Union[float, torch.Tensor, str]:
     """Return the value as a float, as a device tensor of shape (), or say why it is neither."""
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
-    # A text has no number, though float() reads one.
-    if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    # `float()` also reads texts, and takes complex numbers of NumPy for real ones.
+    is_number = _is_of_numpy(value) if hasattr(value, "dtype") else isinstance(value, numbers.Real)
+    if not is_number:
         return f"a {type(value).__name__} is not one real number"
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value.item() if hasattr(value, "dtype") else value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:
-        return f"{value!r:.80} is not one real number: {error}"
+        return f"a {type(value).__name__} is not one real number: {error}"
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Return whether a value with a dtype is a number of NumPy, or an array of one."""
+    return type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.size == 1
 
 
 def _of_tensor(value: torch.Tensor) -> Union[float, torch.Tensor, str]:

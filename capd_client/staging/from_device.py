@@ -93,7 +93,7 @@ class FromDevice:
         lent = not described.immutable and stager.holding.wants(described.definition.key, descriptor.nbytes)
         hold = (described.immutable or lent) and descriptor.payload and stager.can_hold(dense, dtype)
         nbytes = descriptor.nbytes
-        deadline = stager.deadline()
+        deadline = 0.0 if described.definition.is_scalar else stager.deadline()
         capture = self._admit(stager, described, hold=hold)
         if capture is None:
             return

@@ -121,6 +121,7 @@ class Clock:
             self._gates.remove(gate)
             if not self._gates:
                 optimizer_steps.forget(self._optimizer_stepped)
+                self.context.forwards_end()
 
     def iteration_over(self) -> None:
         """End the iteration. The next forward belongs to the next iteration."""

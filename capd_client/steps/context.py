@@ -14,12 +14,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import count
+from threading import get_ident
 from typing import Any, Optional, TypeVar
 
 import torch
 
 from capd_client.errors import ConfigError
 from capd_client.process.ranks import RankInfo, distributed_ready, find_rank
+from capd_client.process.text import brief
 from capd_client.protocol.key import MAX_INDEX, Moment
 
 __all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
@@ -51,7 +53,7 @@ def as_index(name: str, value: Any) -> int:
     try:
         index = operator.index(value)
     except (TypeError, RuntimeError):
-        raise ConfigError(f"{name}={value!r:.80} is not an integer") from None
+        raise ConfigError(f"{name} must be an integer, not {brief(value)}") from None
     if not 0 <= index <= MAX_INDEX:
         raise ConfigError(f"{name}={index} is not between 0 and 2**63-1")
     return index
@@ -104,8 +106,10 @@ class Context:
         self._offset = 0
         # Whether a root forward is under way that no framework counts.
         self._own = False
-        # Whether forwards of roots, or a framework, have begun iterations.
+        # Whether forwards of roots, or a framework, begin the iterations.
         self._by_forwards = False
+        # The thread in which an optimizer stepped last.
+        self._stepped_by: Optional[int] = None
         self._environ = environ
         self._info = find_rank(environ)
         self._bound = False
@@ -218,10 +222,10 @@ class Context:
         know is counted here.
         """
         self._counter = counter
-        self._by_forwards = True
         if counter is None:
             self.counted = False
         else:
+            self._by_forwards = True
             self._read(counter)
 
     def _read(self, counter: Counter) -> None:
@@ -279,17 +283,25 @@ class Context:
 
         Loops log a loss before or after the optimizer steps. So after a step, the first scalar of a name in an
         iteration ends it, and the second one begins the next, unless forwards of roots begin the iterations.
+        Scalars of other threads, such as a monitor's, begin none.
 
         Args:
             identity: The scalar, as in `next_call`.
         """
+        if self._stepped_by not in (None, get_ident()):
+            return
         if self._first or (not self._by_forwards and self.has_counted(identity)):
             self.begin_if_dirty()
+
+    def forwards_end(self) -> None:
+        """Note that no root is watched any more. Scalars begin the iterations from now on."""
+        self._by_forwards = False
 
     def optimizer_stepped(self) -> None:
         """Note a step of an optimizer. The next forward or capture belongs to the next iteration."""
         self.dirty = True
         self._first = False
+        self._stepped_by = get_ident()
         # An evaluation may have ended without notice.
         self.evaluating = False
 

@@ -166,15 +166,18 @@ PATCHES = (
     Patch(*_CALLBACKS, "on_log", scalars.trainer),
     Patch(megatron.MODULE, "", "forward_step_calc_loss", megatron.losses),
     *(
-        Patch("megatron.core.optimizer.optimizer", owner, "step", returned=scalars.megatron_step)
-        for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
-    ),
-    *(
-        Patch(module, owner, "clip_grad_norm_", returned=scalars.clipped)
-        for module, owner in (
-            ("torch.nn.utils", ""),
-            ("torch.nn.utils.clip_grad", ""),
-            ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+        Patch(module, owner, method, scalars.computes_norm, returned=noted)
+        for module, owner, method, noted in (
+            *(
+                ("megatron.core.optimizer.optimizer", owner, "step", scalars.megatron_step)
+                for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+            ),
+            # `clip_grad_norm_` calls it. The job may hold `clip_grad_norm_` itself since its start, or pickle it.
+            ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_", scalars.clipped),
+            (
+                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_",
+                scalars.clipped_by_fsdp,
+            ),
         )
     ),
 )  # fmt: skip

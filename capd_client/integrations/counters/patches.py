@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional
 
 from capd_client.process.log import RateLimitedLog
@@ -63,12 +63,11 @@ def wrapped(patch: Patch, method: Method) -> Method:
     def counted(*args: Any, **kwargs: Any) -> Any:
         if _adopted:
             end_adopted(patch)
-        held = unless_it_fails(around, *args, **kwargs) if _listening else None
-        if held is None and returned is None:
+        if not _listening:
             return method(*args, **kwargs)
-        with held or nullcontext():
+        with _Guarded(unless_it_fails(around, *args, **kwargs)):
             result = method(*args, **kwargs)
-            if returned is not None and _listening:
+            if returned is not None:
                 unless_it_fails(returned, result, *args, **kwargs)
             return result
 
@@ -76,6 +75,27 @@ def wrapped(patch: Patch, method: Method) -> Method:
         # A compiled caller traces the method itself (`capd_client.process.dynamo.traced_as`).
         counted._torchdynamo_inline = method  # type: ignore[attr-defined]
     return counted
+
+
+class _Guarded:
+    """A context manager of ours around a call of the job, if there is one. None of its errors reaches the job."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Optional[AbstractContextManager[Any]]) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        if self._held is not None and not unless_it_fails(self._begin, self._held):
+            self._held = None
+
+    def _begin(self, held: AbstractContextManager[Any]) -> bool:
+        held.__enter__()
+        return True
+
+    def __exit__(self, *error: Any) -> None:
+        if self._held is not None:
+            unless_it_fails(self._held.__exit__, *error)
 
 
 def enter(patch: Patch, *args: Any, **kwargs: Any) -> Optional[Callable[[], None]]:
@@ -87,8 +107,9 @@ def enter(patch: Patch, *args: Any, **kwargs: Any) -> Optional[Callable[[], None
     held = None if patch.adopt is None else unless_it_fails(patch.adopt, *args, **kwargs)
     if held is None:
         return None
-    held.__enter__()
-    return functools.partial(held.__exit__, None, None, None)
+    guarded = _Guarded(held)
+    guarded.__enter__()
+    return functools.partial(guarded.__exit__, None, None, None)
 
 
 # Calls whose end nobody sees, each with the function that ends its counting.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +62,29 @@ def test_a_call_is_under_way_from_its_start_to_its_end(imported: Callable[[], Mo
     with pytest.raises(ZeroDivisionError):
         engine.forward(lambda _: 1 / 0)
     assert under_way() == []
+
+
+def test_a_call_that_was_counted_leaves_its_batch_without_the_collector(
+    imported: Callable[[], ModuleType],
+) -> None:
+    from _capd_calls import under_way
+
+    class Batch:
+        pass
+
+    def inside(_engine: Any, _batch: Batch) -> None:
+        [call] = under_way()
+        call.ended.append(lambda: call.args)
+
+    batch = Batch()
+    left = weakref.ref(batch)
+    gc.disable()
+    try:
+        imported().DeepSpeedEngine().forward(inside, batch)
+        del batch
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_what_the_job_kept_is_counted_from_the_moment_that_something_counts(

@@ -18,10 +18,12 @@ import capd_client
 from capd_client.errors import ConfigError
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.scalars import is_scalar, scalar_key
+from capd_client.scalars import recording
 from capd_client.scalars.recording import record
 from capd_client.session.session import Session
-from tests.kit.client.device import Rig
+from tests.kit.client.device import FakeDevice, Rig
 from tests.kit.client.peer import Peer
+from tests.kit.tiers import rows
 
 
 def values(peer: Peer, name: str) -> list[float]:
@@ -65,15 +67,47 @@ def test_every_number_arrives_as_the_float64_that_it_is(on: Peer) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [1j, "3", None, [1.0], torch.zeros(2), torch.tensor(1j), torch.empty((), device="meta"), 10**400],
+    rows(
+        [
+            1j, "3", None, torch.tensor(1j), 10**400, np.complex64(3 + 4j), np.str_("3"), np.bytes_(b"3"),
+            np.timedelta64(3, "s"), torch.empty((), device="meta"),
+        ],
+        ["3", 10**400, np.complex64(3 + 4j)],
+    ),
     ids=repr,
-)
+)  # fmt: skip
 def test_what_is_no_real_number_is_a_counted_drop(on: Peer, number: Any) -> None:
     capd_client.scalar("x", number)
 
     assert capd_client.flush(10)
     assert capd_client.counters()["dropped"] == {DropReason.UNSUPPORTED.value: 1}
     assert not on.records
+
+
+@pytest.mark.parametrize(
+    "number", [[1.0], torch.zeros(2), np.array("7"), np.array([1.0, 2.0])], ids=["list", "tensor", "text", "array"]
+)
+def test_what_has_no_one_number_is_a_counted_drop(on: Peer, number: Any) -> None:
+    capd_client.scalar("x", number)
+
+    assert capd_client.counters()["dropped"] == {DropReason.UNSUPPORTED.value: 1}
+
+
+def test_swapped_arguments_are_not_read(on: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a tensor on a GPU would wait for the GPU."""
+
+    def read(*_: Any, **__: Any) -> str:
+        raise AssertionError("the tensor was read")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", read)
+    monkeypatch.setattr(torch.Tensor, "__format__", read)
+    capd_client.scalar(torch.ones(3), "loss")  # type: ignore[arg-type]
+    capd_client.scalar(torch.ones(3), 1.0)  # type: ignore[arg-type]
+
+    assert capd_client.counters()["dropped"] == {
+        DropReason.UNSUPPORTED.value: 1,
+        DropReason.INVALID_KEY.value: 1,
+    }
 
 
 @pytest.mark.parametrize("name", [7, "", None, "n" * 5000])
@@ -119,6 +153,56 @@ def test_a_loss_belongs_to_its_step_wherever_the_loop_records_it(
 
     assert capd_client.flush(10)
     assert moments(on, "loss") == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
+def test_a_watch_that_ends_leaves_the_iterations_to_the_scalars(on: Peer) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = capd_client.watch(model)
+    for step in range(4):
+        if step == 2:
+            handle.remove()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        capd_client.scalar("loss", step)
+
+    assert capd_client.flush(10)
+    assert moments(on, "loss") == [(step, 0, 0) for step in range(4)]
+
+
+def test_scalars_of_another_thread_begin_no_iteration(on: Peer) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def monitor() -> None:
+        for temperature in (60, 61, 62):
+            capd_client.scalar("temperature", temperature)
+
+    for step in range(2):
+        optimizer.step()
+        thread = threading.Thread(target=monitor)
+        thread.start()
+        thread.join()
+        capd_client.scalar("loss", step)
+
+    assert capd_client.flush(10)
+    assert moments(on, "loss") == [(0, 0, 0), (1, 0, 0)]
+    assert moments(on, "temperature") == [(0, 0, call) for call in range(6)]
+
+
+def test_names_without_end_are_counted_drops_and_the_first_ones_keep_their_places(
+    on: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_keys", {})
+    monkeypatch.setattr(recording, "_MAX_NAMES", 3)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    for _ in range(2):
+        for name in "abcde":
+            capd_client.scalar(name, 1.0)
+        optimizer.step()
+
+    assert capd_client.flush(10)
+    assert [moments(on, name) for name in "abc"] == [[(0, 0, 0), (1, 0, 0)]] * 3
+    assert capd_client.counters()["dropped"] == {DropReason.INVALID_KEY.value: 4}
 
 
 def test_a_scalar_names_its_own_step_and_counts_its_calls(on: Peer) -> None:
@@ -198,6 +282,36 @@ def test_a_device_tensor_is_taken_by_a_snapshot_that_nothing_waits_for(
     made.device.run(0)
     assert made.session.flush(10)
     assert values(peer, "loss") == [float(torch.tensor(0.1, dtype=dtype))]
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["ring", "ordered ring"])
+def test_a_device_tensor_without_room_is_dropped_at_once_though_captures_would_wait(
+    rig: Callable[..., Rig], ordered: bool
+) -> None:
+    made = rig(FakeDevice(nbytes=4096), by_hand=True, ordered=ordered, policy="block", max_block_ms=5_000.0)
+    made.offer(torch.ones(1024))
+    # What the ring holds belongs to another stream.
+    made.device.current = 1
+
+    began = time.monotonic()
+    made.border.offer_scalar(torch.tensor(1.0), scalar_key("loss", 0), made.session.context.moment())
+    assert time.monotonic() - began < 2
+    assert made.session.snapshot().dropped == {DropReason.RING_FULL.value: 1}
+
+
+@pytest.mark.parametrize("policy", ["thin", "stats"])
+def test_a_scalar_without_room_leaves_what_tensors_are_kept_as_it_was(
+    rig: Callable[..., Rig], policy: str
+) -> None:
+    made = rig(FakeDevice(nbytes=4096), by_hand=True, policy=policy)
+    session, moment = made.session, made.session.context.moment()
+    thinning = session.queue.policy.thinning
+    assert thinning is None or thinning.keeps(moment)
+    made.offer(torch.ones(1024))
+    made.border.offer_scalar(torch.tensor(1.0), scalar_key("loss", 0), moment)
+
+    assert session.snapshot().dropped == {DropReason.RING_FULL.value: 1}
+    assert thinning is None or thinning.one_of == 1
 
 
 def test_a_scalar_under_a_dispatch_mode_is_not_seen_by_it(on: Peer) -> None:
