@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from capd.errors import CapdError, exit_code_of
+from capd_client.process.text import printable
 
 __all__ = ["VERBS", "main"]
 
@@ -163,7 +164,8 @@ def main(args: list[str] | None = None) -> NoReturn:
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
-    print(f"capd: {' '.join(message.split())}", file=sys.stderr)
+    # A message may have names from a store, which may come from anybody.
+    print(f"capd: {printable(' '.join(message.split()))}", file=sys.stderr)
     _exit(code)
 
 

@@ -24,6 +24,9 @@ Find = Callable[[typer.Context, str], Iterable[str]]
 # Shells would quote other characters, each in its own way, and zsh evaluates what it is given.
 _PLAIN = re.compile(r"[\w.,:=/#*+@%-]+")
 _MOST = 1000
+# As `capd_client.protocol.scalars.scalar_key`, which takes the time to import msgspec.
+_SCALARS = "(quant_type = 'scalar' AND layer_type = 'scalar' AND operation = 'step')"
+_TENSORS = f"NOT {_SCALARS}"
 
 
 def _offered(find: Find) -> Complete:
@@ -109,21 +112,30 @@ def run_names(ctx: typer.Context, _incomplete: str) -> list[str]:
 
 @_offered
 def series_paths(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Complete the path of a series of the run."""
-    return _column(ctx, "path", incomplete)
+    """Complete the path of a series of the run, or the name of a scalar."""
+    yield from _column(ctx, "path", incomplete, _TENSORS)
+    yield from _column(ctx, "tensor_name", incomplete, _SCALARS)
 
 
 def _values(ctx: typer.Context, field: str) -> list[str]:
-    found = {int(word) if word.isdigit() else word for word in _column(ctx, field, "")}
+    of = _SCALARS if ctx.params.get("scalars") else _TENSORS
+    found = {int(word) if word.isdigit() else word for word in _column(ctx, field, "", of)}
     return [str(value) for value in sorted(found, key=lambda value: (isinstance(value, str), value))]
 
 
-def _column(ctx: typer.Context, column: str, start: str) -> Iterator[str]:
-    """Yield the different texts that a column of the run's catalogs has, if they begin with `start`."""
+def _column(ctx: typer.Context, column: str, start: str, of: str) -> Iterator[str]:
+    """Yield the different texts that a column of the run's catalogs has, if they begin with `start`.
+
+    Args:
+        ctx: Has the run.
+        column: The column.
+        start: The beginning of the texts.
+        of: The series, _TENSORS or _SCALARS.
+    """
     from capd.store.catalog.opening import connect_read_only
 
-    # `column` is one of ours, no text of a user.
-    query = f"SELECT DISTINCT {column} FROM series WHERE substr({column}, 1, ?) = ? LIMIT {_MOST}"  # noqa: S608
+    # `column` and `of` are ours, no texts of a user.
+    query = f"SELECT DISTINCT {column} FROM series WHERE substr({column}, 1, ?) = ? AND {of} LIMIT {_MOST}"  # noqa: S608
     for catalog in _run(ctx).glob(".capd/node=*/catalog.sqlite"):
         with closing(connect_read_only(catalog)) as db:
             yield from (str(value) for (value,) in db.execute(query, (len(start), start)) if value != "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from capd._version import __version__
 from capd.strict_json import json_number
-from capd_client.process.text import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, printable, table_lines
 
 __all__ = [
     "human_count", "human_nbytes", "human_number", "json_number", "note", "print_either", "print_json",
@@ -42,8 +42,8 @@ def print_either(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def note(message: str) -> None:
-    """Write one message line to stderr."""
-    print(f"capd: {message}", file=sys.stderr, flush=True)
+    """Write one message line to stderr. Names in it may come from a store of anybody."""
+    print(f"capd: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> None:

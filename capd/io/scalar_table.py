@@ -13,6 +13,7 @@ from capd.io.items import Skipped, skipped
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.store.read.scalars import Scalar
 from capd.store.read.store import Store
+from capd_client.process.text import printable
 from capd_client.protocol.scalars import scalar_key
 
 __all__ = ["SCALAR_TABLE_NAME", "ReadableScalars", "chosen_scalars", "export_scalars", "readable_scalars"]
@@ -51,7 +52,7 @@ def readable_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) 
                 try:
                     read.found.append(store.scalar(name, rank=rank))
                 except DamagedRecord as error:
-                    read.skipped.append(skipped(f"scalar {name} of rank {rank}", error, damaged=True))
+                    read.skipped.append(skipped(f"scalar {printable(name)} of rank {rank}", error, damaged=True))
     return read
 
 

@@ -19,6 +19,8 @@ from capd_client.tensors.inspect import local_part
 
 __all__ = ["bind", "scalar_in_graph"]
 
+# A graph has integers of 64 bits.
+_INTEGERS = 1 << 63
 _scalar: Optional[Callable[..., None]] = None
 
 
@@ -29,7 +31,7 @@ def bind(scalar: Callable[..., None]) -> None:
 
 
 @untraced
-def _take(name: Any, value: Any, **given: Any) -> None:
+def _record(name: Any, value: Any, **given: Any) -> None:
     if _scalar is not None:
         _scalar(name, value, **given)
 
@@ -39,17 +41,23 @@ def scalar_in_graph(name: Any, value: Any, **given: Any) -> None:
 
     The arguments are the same.
     """
-    way = _way(tuple(given))
-    if way == "off":
+    treatment = _treatment(tuple(given))
+    if treatment == "off":
         return
-    if way == "outside" or not isinstance(name, str):
-        _take(name, value, **given)
+    if treatment == "outside":
+        _record(name, value, **given)
         return
-    number = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float64)
-    trace_scalar(number, name, given.get("iteration"), given.get("micro_batch"))
+    number: Optional[torch.Tensor] = None
+    if isinstance(value, torch.Tensor):
+        number = value
+    elif isinstance(value, float) or (isinstance(value, int) and -_INTEGERS <= value < _INTEGERS):
+        number = torch.full((), value, dtype=torch.float64)
+    trace_scalar(
+        number, name if isinstance(name, str) else "", given.get("iteration"), given.get("micro_batch")
+    )
 
 
-def _way(names: tuple[str, ...]) -> str:
+def _treatment(names: tuple[str, ...]) -> str:
     """Return how the graph treats a call: "off", "operator", or "outside" for a call that breaks the graph.
 
     The compiler runs this function once, with constants, as `torch.compiler.assume_constant_result` does.
@@ -64,30 +72,30 @@ def _way(names: tuple[str, ...]) -> str:
     return "operator"
 
 
-_way._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_treatment._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def trace_scalar(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
-    """Put one scalar into the graph."""
+def trace_scalar(value: Optional[torch.Tensor], name: str, iteration: Any, micro_batch: Any) -> None:
+    """Put one scalar into the graph. One without a value or a name is a drop, which each graph counts once."""
     if exporting():
         return
     current = session()
     try:
-        problem = obstacle()
+        problem = obstacle() if name and value is not None else "its value is no number, or its name no str"
         if not problem:
             _SCALAR(local_part(value), name, iteration, micro_batch)
         elif current is not None and is_final_trace():
-            # The graph cannot count drops at run time, so each graph counts once when it is traced.
+            # The graph cannot count drops at run time.
             current.drop_invalid(f"scalar in a compiled graph: {problem}", DropReason.UNSUPPORTED)
     except Exception as error:
         if current is not None:
             current.drop_invalid(f"scalar in a compiled graph: {error}")
 
 
-def _recorded(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
-    _take(name, value, iteration=iteration, micro_batch=micro_batch)
+def _run(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
+    _record(name, value, iteration=iteration, micro_batch=micro_batch)
 
 
 _SCALAR = Operator(
-    "scalar(Tensor value, str name, SymInt? iteration, SymInt? micro_batch) -> ()", _recorded, lambda *_: None
+    "scalar(Tensor value, str name, SymInt? iteration, SymInt? micro_batch) -> ()", _run, lambda *_: None
 )

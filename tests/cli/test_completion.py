@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.store.cli import Result
+from tests.kit.store.scalars import write_scalars
 
 Capd = Callable[..., Result]
 HEAVY = {"torch", "zarr", "numpy", "pandas", "matplotlib"}
@@ -67,6 +68,14 @@ def test_stores_runs_and_series_are_offered(ask: Callable[..., list[str]], store
     found = ask("show", store, "bf16/rank0/")
     assert found
     assert all(path.startswith("bf16/rank0/") for path in found)
+
+
+def test_scalars_are_offered_where_a_command_takes_them(capd: Capd, tmp_path: Path) -> None:
+    run = str(write_scalars(tmp_path, "run", [[0.5]], [1.0]))
+
+    assert offered(capd, "ls", run, "--tensor", "") == ["input"]
+    assert offered(capd, "ls", run, "--scalars", "--tensor", "") == ["loss", "rate"]
+    assert offered(capd, "show", run, "l") == ["loss"]
 
 
 def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import typer
 
@@ -31,7 +32,7 @@ from capd.server.runs.names import check_run_id, new_run_id
 from capd.server.runs.unsealed import EXIT_UNSEALED
 from capd_client.protocol.control import Control
 
-__all__ = ["Companion", "join", "start"]
+__all__ = ["Captured", "Companion", "join", "start"]
 
 READY_S = 60.0
 # The time after the job until the daemon must have noted that every rank is gone.
@@ -39,6 +40,7 @@ REST_S = 10.0
 SEAL_S = 600.0
 # The time that a daemon may need beyond its shutdown timeout.
 STOP_MARGIN_S = 30.0
+Captured = Literal["tensors", "scalars", "nothing"]
 _SOCKET_NAME = "capd.sock"
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -81,14 +83,14 @@ class Companion:
         """The run that the job captures into, None if it is unknown."""
         return self.store / f"{self.run_id}.zarr" if self.store and self.run_id else None
 
-    def finish(self, why_nothing: Callable[[bool], str]) -> bool:
+    def finish(self, why_nothing: Callable[[bool], str]) -> Captured:
         """Finish after the job: wait until its ranks are accounted for, seal its run and print the summary.
 
         Args:
             why_nothing: Says why nothing was captured; its argument is whether some rank was connected.
 
         Returns:
-            Whether there are captures, as far as is known.
+            The captures that there are, as far as is known.
         """
         self.wake()
         try:
@@ -96,13 +98,15 @@ class Companion:
         except EndpointError as error:
             if not self.absent:
                 note(self._lost(error))
-            return self.path is not None and self.path.is_dir()
+            return "tensors" if self.path is not None and self.path.is_dir() else "nothing"
         run = next((run for run in stats.runs if run.run_id == self.run_id), None)
         for line in [] if run is None else summary(run):
             note(line)
         if run is None or not run.offered:
             note(f"nothing was captured: {why_nothing(run is not None)}")
-        return run is not None and run.records > 0
+        if run is None or not run.records:
+            return "nothing"
+        return "tensors" if run.records > run.scalar_records else "scalars"
 
     def wake(self) -> None:
         """Continue a private daemon if it was stopped (SIGSTOP), because it holds captures."""

@@ -150,9 +150,14 @@ def _run(program: str, command: list[str], place: Place, settings: ResolvedJob) 
             environ = job_environment(os.environ, companion, settings.flags, settings.file)
             startup.put_into(environ)
             code = process.run([program, *command[1:]], environ)
-            has_captures = companion.finish(startup.why_nothing)
+            captured = companion.finish(startup.why_nothing)
             for line in startup.emulation().lines():
                 note(line)
     code = reported(code, companion.store, companion.run_id, place.report)
-    note_next(companion.path if has_captures else None, command, has_daemon=not companion.absent)
+    note_next(
+        None if captured == "nothing" else companion.path,
+        command,
+        has_daemon=not companion.absent,
+        has_tensors=captured == "tensors",
+    )
     return code

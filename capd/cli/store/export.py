@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+import typer
+
 from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
@@ -86,6 +88,7 @@ def export(
 
     \b
     Exit codes:
+      4  a scalar cannot be read; the others are written
       5  nothing matches
       6  the disk is full
       7  another export writes to DIR
@@ -95,8 +98,7 @@ def export(
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
     if to == "csv":
-        _export_scalars(opened, tests, out, as_json)
-        return
+        raise typer.Exit(_export_scalars(opened, tests, out, as_json))
     found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
@@ -115,10 +117,13 @@ def export(
         _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
 
 
-def _export_scalars(opened: Store, tests: Tests, out: Path | None, as_json: bool) -> None:
-    from capd.io.scalar_table import chosen_scalars, export_scalars
+def _export_scalars(opened: Store, tests: Tests, out: Path | None, as_json: bool) -> int:
+    """Export the scalars that can be read, and return the exit code."""
+    from capd.cli.store.scalar_tables import note_skipped
+    from capd.io.scalar_table import export_scalars, readable_scalars
 
-    found = chosen_scalars(opened, tests)
+    read = readable_scalars(opened, tests)
+    code, found = note_skipped(read), read.found
     if not found:
         names = ", ".join(opened.scalars()) or "none"
         raise NothingMatched(f"no scalar to export from {opened.path}; its scalars: {names}")
@@ -128,13 +133,14 @@ def _export_scalars(opened: Store, tests: Tests, out: Path | None, as_json: bool
     if out is None:
         target = f"{opened.path.stem}-csv"
         print_either(said, [f"{what}; nothing is written yet: -o {target} writes it"], as_json=as_json)
-        return
+        return code
     file = export_scalars(found, out)
     print_either(
         {**said, "files": 1, "bytes": file.nbytes, "raw_bytes": file.raw_nbytes},
         [f"{file.path}: {what}, {human_nbytes(file.nbytes)}"],
         as_json=as_json,
     )
+    return code
 
 
 def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) -> None:

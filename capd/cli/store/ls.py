@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from capd.cli.completion import any_of
 from capd.cli.options import Json, Wide, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
@@ -13,6 +15,7 @@ from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.cli.table import Column, in_one_unit, print_columns
 from capd.errors import ConfigError, NothingMatched
+from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.store.read.store import SeriesListing
@@ -55,7 +58,7 @@ def ls(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the series of a run, or count them by a field.
+    """List the series of a run, or count them by a field. A run without tensors lists its scalars.
 
     \b
     Examples:
@@ -66,29 +69,35 @@ def ls(
 
     \b
     Exit codes:
+      4  a scalar cannot be read
       5  nothing matches
     """
     if by is not None and by not in COUNTABLE:
         raise ConfigError(f"--by {by!r} is not a field; use one of {', '.join(COUNTABLE)}")
     if sort is not None and sort not in SORTABLE:
         raise ConfigError(f"--sort {sort!r} is not a field; use one of {', '.join(SORTABLE)}")
-    path, tests = resolve_run(store, run), keys.tests()
-    if scalars:
-        if by is not None or sort is not None:
-            raise ConfigError("--by and --sort mean nothing for --scalars")
-        from capd.cli.store.scalar_tables import list_scalars
-
-        list_scalars(path, tests, limit, wide=wide, as_json=as_json)
-        return
+    if scalars and (by is not None or sort is not None):
+        raise ConfigError("--by and --sort mean nothing for --scalars")
     from capd.store.read.store import list_series, open_store
 
+    path, tests = resolve_run(store, run), keys.tests()
     opened = open_store(path)
     everything = list_series(opened)
+    names = opened.scalars()
+    if scalars or (names and not everything and not tests and not as_json and by is None):
+        from capd.cli.store.scalar_tables import list_scalars
+
+        if not scalars:
+            note(f"{path} has no tensors, only scalars")
+        raise typer.Exit(list_scalars(opened, tests, limit, wide=wide, as_json=as_json))
     found = [row for row in everything if all(test(row) for test in tests)]
     if not found:
         if as_json:
             print_json([])
-        raise NothingMatched(f"no series in {path} matches the selection: {keys.why_none(everything)}")
+        why = keys.why_none(everything)
+        raise NothingMatched(
+            f"no series in {path} matches the selection: {why}" if tests and everything else f"{path}: {why}"
+        )
     found.sort(key=_order)
     items = [_plain(row) for row in found] if by is None else _count_by(found, by)
     if sort is not None:
@@ -101,7 +110,6 @@ def ls(
     shown = items[:limit]
     print_columns([*(_of_series(shown) if by is None else _of_counts(shown, by)), *_totals(shown)], wide=wide)
     note(_summary(path.name, found))
-    names = opened.scalars()
     if names:
         note(f"{human_count(len(names), 'scalar')} beside them: `capd ls {path} --scalars`")
 
@@ -142,7 +150,7 @@ def _of_series(items: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def _of_counts(items: Sequence[dict[str, Any]], field: str) -> list[Column]:
-    values = ["none" if item[field] is None else str(item[field]) or '""' for item in items]
+    values = ["none" if item[field] is None else printable(str(item[field])) or '""' for item in items]
     return [
         Column(field, values, is_name=True),
         Column("series", [human_count(item["series"]) for item in items], right=True),

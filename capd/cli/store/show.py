@@ -27,6 +27,7 @@ from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
 from capd.cli.stores import RunOption, resolve_run
 from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
+from capd_client.process.text import printable
 from capd_client.protocol.key import Moment
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def show(
     \b
     Exit codes:
       2  several series match
+      4  a scalar cannot be read on some rank
       5  no series matches, or it has no such record
     """
     from capd.store.read.store import open_store
@@ -88,8 +90,7 @@ def show(
     if series in opened.scalars():
         from capd.cli.store.scalar_tables import show_scalar
 
-        show_scalar(opened, series, limit, wide=wide, as_json=as_json)
-        return
+        raise typer.Exit(show_scalar(opened, series, limit, wide=wide, as_json=as_json))
     name, number = _split(series)
     found = find_one(opened, name)
     if number is None:
@@ -208,7 +209,7 @@ def _print_series(series: Series, limit: int, *, wide: bool) -> None:
         whole("nan", (one.nan for one in stats)),
         whole("inf", (one.inf for one in stats)),
     ]
-    print_lines([*prose(_head_lines(series), _LABEL, wide=wide), ""])
+    print_lines([*_lines(_head_lines(series), wide=wide), ""])
     print_columns(columns, wide=wide)
     if len(series) > limit:
         note(f"showing {limit} of {len(series):,} records; raise --limit for more")
@@ -233,7 +234,12 @@ def _print_record(series: Series, number: int, first: int, *, wide: bool) -> Non
         f"values      {first_values}",
     ]
     bars = ["", "exponents", *exponent_bars(stats.exponent_histogram), *bars]
-    print_lines([*prose(text, _LABEL, wide=wide), *bars])
+    print_lines([*_lines(text, wide=wide), *bars])
+
+
+def _lines(text: Iterable[str], *, wide: bool) -> list[str]:
+    """Return lines that fit the terminal. A store may come from anybody, and so may its names."""
+    return prose(map(printable, text), _LABEL, wide=wide)
 
 
 def _whole(series: Series, attributes: dict[str, Any]) -> dict[str, Any] | None:

@@ -58,8 +58,8 @@ def stats(
         watch_counters(source, interval, as_json=as_json, wide=wide)
         return
     counters = source.read()
-    if source.problem and store is None:
-        note(f"{source.problem}; these are the counters of the store")
+    if source.instead:
+        note(source.instead)
     lines, left_out = render(counters, wide=wide)
     print_either(counters.model_dump(), lines, as_json=as_json)
     if not as_json:

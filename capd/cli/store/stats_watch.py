@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from capd.cli.output import note, print_lines
 from capd.cli.redrawn import RedrawnBlock
 from capd.cli.store.stats_view import one_line, render, which_run
+from capd.cli.table import prose
 from capd.errors import EndpointError
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _RESIZED = {signal.SIGWINCH}
 def watch_counters(source: Source, interval_s: float, *, as_json: bool, wide: bool) -> None:
     """Print the counters every `interval_s` seconds: as JSON, as a block in its place on a terminal, or as lines.
 
-    The run is the one that is read first. The watch goes on after its end, and after the daemon's.
+    The run is the first one that a daemon has, until then the newest one in the store. The watch goes on after its end,
+    and after the daemon's.
 
     Raises:
         EndpointError: Nothing could be read at first. So do the other errors of `Source.read`.
@@ -36,14 +38,14 @@ def watch_counters(source: Source, interval_s: float, *, as_json: bool, wide: bo
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         block = RedrawnBlock()
         for counters, gone in refreshes:
-            before = ["daemon gone; the last counters known:"] if gone else []
-            block.draw([*before, *render(counters, wide=wide)[0]])
+            why = "daemon gone; the last counters known:" if gone else source.instead
+            block.draw([*prose([why] if why else [], 0, wide=wide), *render(counters, wide=wide)[0]])
     else:
-        first = True
+        said = ""
         for counters, gone in refreshes:
-            if first:
-                note(f"run {which_run(counters)}")
-                first = False
+            if counters.run_id != said:
+                said = counters.run_id
+                note(f"run {which_run(counters)}{source.instead and '; '}{source.instead}")
             print_lines([one_line(counters, gone=gone)])
 
 
@@ -58,7 +60,8 @@ def _refreshes(source: Source, interval_s: float) -> Iterator[tuple[Counters, bo
         except EndpointError:
             if counters is None:
                 raise
-        source.stay_with(counters)
-        seen_daemon |= counters.source == "daemon"
+        if counters.source == "daemon":
+            source.stay_with(counters)
+            seen_daemon = True
         yield counters, seen_daemon and bool(source.problem)
         signal.sigtimedwait(_RESIZED, interval_s)

@@ -28,3 +28,21 @@ def test_without_captures_the_job_is_quoted(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "capd: next  capd plan -- python -c 'a b' · capd doctor --quick\n"
     note_next(None, ["python"], has_daemon=False)
     assert capsys.readouterr().err == "capd: next  capd serve · capd doctor --quick\n"
+
+
+def test_a_job_that_removed_its_directory_still_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    note_next(Path("/s/run.zarr"), ["job"])
+    assert capsys.readouterr().err.endswith("capd ls /s/run.zarr\n")
+
+
+def test_scalars_alone_have_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    note_next(Path("/run.zarr"), ["job"], has_tensors=False)
+
+    assert capsys.readouterr().err == "capd: next  capd ls /run.zarr\n"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.store.cli import Result
-from tests.kit.store.scalars import write_scalars
+from tests.kit.store.cli import Result, StoreWriter
+from tests.kit.store.scalars import damage_scalar, put_scalar, write_scalars
 
 Capd = Callable[..., Result]
 LOSSES = [[3.0, 2.0, math.nan], [1.0, 2.0, math.inf]]
@@ -47,6 +47,56 @@ def test_ls_says_what_there_is_where_none_matches(capd: Capd, run: Path, store_r
     found = capd("ls", store_root / "second.zarr", "--scalars")
     assert (found.code, "capd_client.scalar" in found.err) == (5, True)
     assert capd("ls", run, "--scalars", "--by", "rank").code == 2
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of scalars alone: one is damaged on rank 1, one has two values at each place, one has a bad name."""
+    writer = StoreWriter(tmp_path_factory.mktemp("odd"))
+    for rank in range(2):
+        put_scalar(writer, "run", "loss", rank, 0.5, 0)
+    for number in range(4):
+        put_scalar(writer, "run", "again", 0, number, number // 2)
+    put_scalar(writer, "run", "evil\x1b[31m\nrow", 0, 1.0, 0)
+    run = writer.close() / "run.zarr"
+    damage_scalar(run, "loss", 1)
+    return run
+
+
+def test_a_damaged_scalar_costs_the_others_nothing(capd: Capd, odd: Path, tmp_path: Path) -> None:
+    for words in (
+        ("ls", odd, "--scalars"),
+        ("show", odd, "loss"),
+        ("export", odd, "--to", "csv", "-o", tmp_path / "out"),
+    ):
+        done = capd(*words)
+        assert (done.code, "skipped scalar loss of rank 1: " in done.err) == (4, True)
+    assert re.search(r"^0 +0 +0 +0\.5$", capd("show", odd, "loss").out, re.MULTILINE)
+    rows = (tmp_path / "out/scalars.csv").read_text().splitlines()
+    assert sum(row.startswith("loss,") for row in rows) == 1
+    none = capd("show", odd, "loss", "--json")
+    assert [one["rank"] for one in none.json["ranks"]] == [0]
+
+
+def test_values_at_one_place_are_all_shown(capd: Capd, odd: Path) -> None:
+    lines = capd("show", odd, "again").out.splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["0", "0", "0", "0"], ["0", "0", "0", "1"], ["1", "0", "0", "2"], ["1", "0", "0", "3"],
+    ]  # fmt: skip
+
+
+def test_ls_of_a_run_without_tensors_lists_its_scalars(capd: Capd, odd: Path) -> None:
+    plain = capd("ls", odd)
+    assert plain.out == capd("ls", odd, "--scalars").out
+    assert "no tensors, only scalars" in plain.err
+    assert (capd("ls", odd, "--json").json, capd("ls", odd, "--json").code) == ([], 5)
+
+
+def test_no_name_of_a_store_reaches_the_terminal_raw(capd: Capd, odd: Path) -> None:
+    for words in (("ls", odd), ("show", odd, "missing"), ("ls", odd, "--scalars", "--tensor", "x")):
+        done = capd(*words)
+        assert "\x1b" not in done.out + done.err
+    assert len(capd("ls", odd).out.splitlines()) == 4
 
 
 def test_show_has_a_column_for_each_rank(capd: Capd, run: Path) -> None:

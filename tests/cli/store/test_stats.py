@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from capd.cli.store import counters, stats_watch
 from capd.cli.store.counters import Counters
 from capd.cli.store.stats_view import which_run
+from capd.metrics import NO_RANK
 from capd.store.catalog.rows import LedgerRow
 from capd_client.protocol.key import Key
 from tests.kit import forking
@@ -176,6 +180,27 @@ def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: 
         )
         assert len(lines) <= 11
         assert terminal.screen.scrolled == scrolled
+
+
+def test_a_watch_from_before_the_job_goes_over_to_its_run(
+    store_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    monkeypatch.setenv("CAPD_STORE", str(store_root))
+    monkeypatch.setattr(counters, "ask_daemon", lambda: SimpleNamespace(runs=runs))
+    monkeypatch.setattr(counters, "_live", lambda _, run: stored.model_copy(update=vars(run)))
+    stored = counters.read_store(store_root / "first.zarr")
+    source = counters.Source(None, None)
+    refreshes = stats_watch._refreshes(source, 0.001)
+
+    assert next(refreshes)[0].run_id == "second"
+    assert source.instead.startswith(NO_RANK)
+    path = str(store_root / "live.zarr")
+    live = [SimpleNamespace(state="live")]
+    runs.append(SimpleNamespace(run_id="live", path=path, source="daemon", sessions=live))
+    assert next(refreshes)[0].run_id == "live"
+    runs.append(SimpleNamespace(run_id="later", path=path, source="daemon", sessions=live))
+    assert (next(refreshes)[0].run_id, source.instead) == ("live", "")
 
 
 def test_a_run_whose_ranks_have_left_is_not_called_live(capd: Capd, second: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tqdm import tqdm
 
 import capd_client
+from capd_client.protocol.counter_page import DropReason
 from tests.kit.client.peer import Peer
 from tests.kit.tiers import rows
 
@@ -53,6 +57,38 @@ def test_every_call_is_recorded_and_the_graph_stays_whole(on: Peer, backend: str
     assert values(on, "rate") == [0.25] * 3
     assert counter.frame_count == 1
     assert {one.descriptor.moment.iteration for one in on.records if one.key.tensor_name == "rate"} == {3}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    rows(
+        [("aux", None), ("aux", "text"), ("aux", 10**400), ("aux", Decimal(2)), (7, 1.0)],
+        [("aux", None), ("aux", Decimal(2))],
+    ),
+    ids=str,
+)
+def test_what_is_no_number_leaves_the_graph_whole(on: Peer, name: Any, value: Any) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        capd_client.scalar(name, value)
+        return x * 2
+
+    assert loss_of(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert capd_client.flush(10)
+    assert capd_client.counters()["dropped"] == {DropReason.UNSUPPORTED.value: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5), True, 3], ids=repr)
+def test_numbers_of_numpy_are_recorded(on: Peer, number: Any) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(x: Tensor) -> Tensor:
+        capd_client.scalar("x", number)
+        return x * 2
+
+    loss_of(torch.ones(2))
+    assert capd_client.flush(10)
+    assert values(on, "x") == [float(number)]
 
 
 def test_a_call_with_an_unknown_argument_raises_as_without_the_compiler(on: Peer) -> None:
