@@ -26,11 +26,12 @@ def scalar(
     room or for a device. Without room, the scalar is dropped and counted.
 
     After an optimizer step, a scalar still belongs to the iteration that the step ended. If no watched model begins the
-    iterations, the second scalar of a name after an optimizer step begins the next one.
+    iterations, the second scalar of a name after an optimizer step begins the next one, if it comes from the thread of
+    that step.
 
     Args:
         name: The name of the scalar, as in "loss".
-        value: A Python or NumPy number, or a tensor of one element on any device. It is kept as a float64: integers
+        value: A real number of Python or NumPy, or a tensor of one element on any device. It is kept as a float64: integers
             beyond 2^53 are rounded, a bool is 0 or 1, and NaN and infinities stay what they are.
         iteration: Replaces the current iteration for this scalar.
         micro_batch: Replaces the current micro-batch.

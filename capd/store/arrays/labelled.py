@@ -67,6 +67,12 @@ def labelled(
 def dimension_names(key: Key, attributes: Mapping[str, Any], ndim: int) -> tuple[str, ...]:
     """Return the names of a record's axes; `dim_0`, `dim_1`, … for those whose meaning is unknown."""
     unknown = tuple(f"dim_{axis}" for axis in range(ndim))
+    names = _known_names(key, attributes, unknown)
+    # With equal names, most operations of xarray fail.
+    return names if len({*names}) == len(names) == ndim else unknown
+
+
+def _known_names(key: Key, attributes: Mapping[str, Any], unknown: tuple[str, ...]) -> tuple[str, ...]:
     # tensor_saver recorded dY as the input of a backward.
     is_dy = key.operation == "backward" and key.tensor_name == "input"
     name = "grad_output" if is_dy else key.tensor_name
@@ -74,14 +80,13 @@ def dimension_names(key: Key, attributes: Mapping[str, Any], ndim: int) -> tuple
     if name in _OUTPUTS:
         layout = attributes.get("output_layout", layout)
     if isinstance(layout, str):
-        known = len(layout) == ndim and set(layout) <= _AXES.keys()
+        known = set(layout) <= _AXES.keys()
         return tuple(_AXES[letter] for letter in layout) if known else unknown
-    if key.component != "linear" or not ndim:
+    if key.component != "linear" or not unknown:
         return unknown
     if name in ("weight", "grad_weight"):
         axes = str(attributes.get("weight_layout", "out_in")).replace(",", "_").split("_")
-        named = tuple(axis if axis == "expert" else f"{axis}_feature" for axis in axes)
-        return named if len(named) == ndim else unknown
+        return tuple(axis if axis == "expert" else f"{axis}_feature" for axis in axes)
     if name in _OUTPUTS:
         return (*unknown[:-1], "out_feature")
     return (*unknown[:-1], "in_feature") if name in ("input", "grad_input") else unknown

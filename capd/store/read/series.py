@@ -300,8 +300,11 @@ class Series:
             CapdError: The series has only statistics.
         """
         self._must_have_elements()
-        records = StoredRecords(self.numbers, lambda number: self._rows.id(number).shape, self.read)
+        records = StoredRecords(self.numbers, self._shape_of, self.read)
         return LazyArray(self._row.header.dtype, self._row.max_shape, records, bits=bits)
+
+    def _shape_of(self, number: int) -> tuple[int, ...]:
+        return self._rows.id(number).shape
 
     def dask(self, *, bits: bool = False) -> Any:
         """Return the records of this view as a dask array of numbers, one block per shard. Nothing is read yet.

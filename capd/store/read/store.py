@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from capd.errors import CapdError, NoSuchSeries, NotAStore
+from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
@@ -151,7 +151,12 @@ class Store:
 
         Raises:
             NoSuchSeries: No series has this path. The message names similar ones.
+            ConfigError: It is no text.
         """
+        if not isinstance(path, str):
+            raise ConfigError(
+                f"a store is indexed by a path or a glob, not by {type(path).__name__}; `store.series` is a list"
+            )
         found = self.find(path=path)
         if is_glob(path):
             return found
@@ -160,8 +165,9 @@ class Store:
             raise NoSuchSeries(f"{self.path} has no series {path!r}{_similar(path, paths)}")
         return found[0]
 
-    def __len__(self) -> int:
-        return len(self.series)
+    def __contains__(self, path: object) -> bool:
+        """Return whether a series of tensors has this path."""
+        return any(series.path == path for series in self.series)
 
     def __iter__(self) -> Iterator[Series]:
         return iter(self.find())

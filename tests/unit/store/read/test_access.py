@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import capd
-from capd.errors import CapdError, NoSuchRecord, NoSuchSeries
+from capd.errors import CapdError, ConfigError, NoSuchRecord, NoSuchSeries
 from tests.kit.store.writing import Writer, key
 
 PATH = "bf16/rank0/layer0/pre/layers.0.q_proj.forward.input"
@@ -60,7 +60,11 @@ def test_a_store_is_reached_by_path_and_by_glob(run: Path) -> None:
     assert [series.key.layer for series in inputs] == [0, 1]
     assert [series.path for series in store.find(path="*layer0*weight")] == [PATH.replace("input", "weight")]
     assert [series.path for series in store] == [series.path for series in store.series]
-    assert len(store) == 6
+    assert len([*store]) == 6
+    assert PATH in store
+    assert "nothing" not in store
+    with pytest.raises(ConfigError, match="by a path or a glob, not by int"):
+        store[0]
     assert store["*nothing*"] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,7 @@ def test_records_have_their_moments_and_the_array_its_key(tmp_path: Path) -> Non
             ("expert", "in_feature", "out_feature"),
         ),
         ({"tensor_name": "weight", "component": "linear"}, {}, (3,), ("dim_0",)),
+        ({"tensor_name": "query"}, {"layout": "ss"}, (2, 3), ("dim_0", "dim_1")),
         ({"tensor_name": "loss"}, {}, (), ()),
     ],
 )
@@ -216,6 +218,8 @@ def test_arrays_hold_the_records_of_the_view(tmp_path: Path) -> None:
     assert latest.xarray().values.tolist() == [[1]]
     assert latest.xarray().record.values.tolist() == [1]
     assert everything.xarray().attempt.values.tolist() == [0, 1]
+    # As workers of dask, joblib and torch get them.
+    assert pickle.loads(pickle.dumps(latest.xarray())).values.tolist() == [[1]]  # noqa: S301 - written above
     assert store.find(tensor_name="live")[0].dask().compute(scheduler="synchronous").tolist() == [[7]]
     writer.close()
 
