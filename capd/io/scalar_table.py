@@ -52,7 +52,9 @@ def readable_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) 
                 try:
                     read.found.append(store.scalar(name, rank=rank))
                 except DamagedRecord as error:
-                    read.skipped.append(skipped(f"scalar {printable(name)} of rank {rank}", error, damaged=True))
+                    read.skipped.append(
+                        skipped(f"scalar {printable(name)} of rank {rank}", error, damaged=True)
+                    )
     return read
 
 

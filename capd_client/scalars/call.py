@@ -31,8 +31,8 @@ def scalar(
 
     Args:
         name: The name of the scalar, as in "loss".
-        value: A real number of Python or NumPy, or a tensor of one element on any device. It is kept as a float64: integers
-            beyond 2^53 are rounded, a bool is 0 or 1, and NaN and infinities stay what they are.
+        value: A real number of Python or NumPy, or a tensor of one element on any device. It is kept as a float64:
+            integers beyond 2^53 are rounded, a bool is 0 or 1, and NaN and infinities stay what they are.
         iteration: Replaces the current iteration for this scalar.
         micro_batch: Replaces the current micro-batch.
 

@@ -67,7 +67,7 @@ def _key(name: str, rank: int) -> Key:
         )
     if len(_keys) >= _MAX_NAMES:
         raise ConfigError(
-            f"more than {_MAX_NAMES:,} names of scalars in one process; a counter belongs in `iteration`, not into a name"
+            f"more than {_MAX_NAMES:,} names of scalars in one process; a counter belongs in `iteration`, not in a name"
         )
     return _keys.setdefault((name, rank), scalar_key(str(name), rank))
 

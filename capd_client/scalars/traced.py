@@ -50,6 +50,9 @@ def scalar_in_graph(name: Any, value: Any, **given: Any) -> None:
     number: Optional[torch.Tensor] = None
     if isinstance(value, torch.Tensor):
         number = value
+    # A number of NumPy is an array for the compiler.
+    elif hasattr(value, "dtype"):
+        number = torch.as_tensor(value)
     elif isinstance(value, float) or (isinstance(value, int) and -_INTEGERS <= value < _INTEGERS):
         number = torch.full((), value, dtype=torch.float64)
     trace_scalar(

@@ -68,7 +68,9 @@ class Source:
     @property
     def instead(self) -> str:
         """Say why the counters of the default store were read instead of a daemon's. Empty if they were not."""
-        return f"{self.problem}; these are the counters of the store" if self.problem and not self._store else ""
+        return (
+            f"{self.problem}; these are the counters of the store" if self.problem and not self._store else ""
+        )
 
     def stay_with(self, counters: Counters) -> None:
         """Read the run of these counters from now on, whichever run is newer."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from capd.cli.output import human_count, json_number, note, print_json
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import DamagedRecord, NothingMatched
-
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:

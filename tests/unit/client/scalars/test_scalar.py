@@ -85,7 +85,9 @@ def test_what_is_no_real_number_is_a_counted_drop(on: Peer, number: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "number", [[1.0], torch.zeros(2), np.array("7"), np.array([1.0, 2.0])], ids=["list", "tensor", "text", "array"]
+    "number",
+    [[1.0], torch.zeros(2), np.array("7"), np.array([1.0, 2.0])],
+    ids=["list", "tensor", "text", "array"],
 )
 def test_what_has_no_one_number_is_a_counted_drop(on: Peer, number: Any) -> None:
     capd_client.scalar("x", number)
