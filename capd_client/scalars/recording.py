@@ -85,7 +85,7 @@ def _moment(context: Context, key: Key, iteration: Optional[int], micro_batch: O
     return context.moment_at(number, part, call, context.sample_idx, context.batch_idx, context.sequence_idx)
 
 
-def _number(value: object) -> Union[float, torch.Tensor, str]:
+def _number(value: Any) -> Union[float, torch.Tensor, str]:
     """Return the value as a float, as a device tensor of shape (), or say why it is neither."""
     if type(value) is float:
         return value
@@ -96,7 +96,7 @@ def _number(value: object) -> Union[float, torch.Tensor, str]:
     if not is_number:
         return f"a {type(value).__name__} is not one real number"
     try:
-        return float(value.item() if hasattr(value, "dtype") else value)  # type: ignore[arg-type]
+        return float(value.item() if hasattr(value, "dtype") else value)
     except (TypeError, ValueError, OverflowError) as error:
         return f"a {type(value).__name__} is not one real number: {error}"
 

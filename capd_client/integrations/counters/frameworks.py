@@ -166,19 +166,20 @@ PATCHES = (
     Patch(*_CALLBACKS, "on_log", scalars.trainer),
     Patch(megatron.MODULE, "", "forward_step_calc_loss", megatron.losses),
     *(
-        Patch(module, owner, method, scalars.computes_norm, returned=noted)
-        for module, owner, method, noted in (
-            *(
-                ("megatron.core.optimizer.optimizer", owner, "step", scalars.megatron_step)
-                for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
-            ),
-            # `clip_grad_norm_` calls it. The job may hold `clip_grad_norm_` itself since its start, or pickle it.
-            ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_", scalars.clipped),
-            (
-                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_",
-                scalars.clipped_by_fsdp,
-            ),
+        Patch(
+            "megatron.core.optimizer.optimizer", owner, "step", scalars.computes_norm,
+            returned=scalars.megatron_step,
         )
+        for owner in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+    ),
+    # `clip_grad_norm_` calls it. The job may hold or pickle `clip_grad_norm_` itself.
+    Patch(
+        "torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_", scalars.computes_norm,
+        returned=scalars.clipped,
+    ),
+    Patch(
+        "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_",
+        scalars.computes_norm, returned=scalars.clipped_by_fsdp,
     ),
 )  # fmt: skip
 

@@ -71,7 +71,7 @@ def test_a_damaged_scalar_costs_the_others_nothing(capd: Capd, odd: Path, tmp_pa
     ):
         done = capd(*words)
         assert (done.code, "skipped scalar loss of rank 1: " in done.err) == (4, True)
-    assert re.search(r"^0 +0 +0 +0\.5$", capd("show", odd, "loss").out, re.MULTILINE)
+    assert re.search(r"^ +0 +0 +0 +0\.500$", capd("show", odd, "loss").out, re.MULTILINE)
     rows = (tmp_path / "out/scalars.csv").read_text().splitlines()
     assert sum(row.startswith("loss,") for row in rows) == 1
     none = capd("show", odd, "loss", "--json")
