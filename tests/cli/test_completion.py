@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit.store.cli import Result
 from tests.kit.store.scalars import write_scalars
+from tests.kit.tiers import rows
 
 Capd = Callable[..., Result]
 HEAVY = {"torch", "zarr", "numpy", "pandas", "matplotlib"}
@@ -90,7 +91,7 @@ def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
     assert ask("run", "--policy", "") == ["drop", "block", "thin", "stats"]
 
 
-@pytest.mark.parametrize("place", ["nothing", "empty", "damaged"])
+@pytest.mark.parametrize("place", rows(["nothing", "empty", "damaged"], ["damaged"]))
 def test_where_there_is_nothing_to_read_nothing_is_offered_and_nothing_said(
     place: str, ask: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from capd.cli.jobs.startup import BOOTSTRAP
 from tests.kit.jobs.installed import Installed
+from tests.kit.tiers import rows
 
 ON = {"CAPD_ENDPOINT": "unix:/nowhere/capd.sock", "CAPD_WATCH": "1"}
 LOOK = """
@@ -35,11 +36,9 @@ def start(installed: Installed, *flags: str, **environ: str) -> list[list[str]]:
     return list(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"CAPD_WATCH": "0"}, {"CAPD_WATCH": "off"}, {"CAPD_WATCH": "no idea"}], ids=str
-)
-def test_without_the_variable_nothing_is_different(how: dict[str, str], installed: Installed) -> None:
-    environ = {"CAPD_ENDPOINT": ON["CAPD_ENDPOINT"], **how}
+@pytest.mark.parametrize("watch", rows([None, "0", "off", "no idea"], ["0"]))
+def test_without_the_variable_nothing_is_different(watch: str | None, installed: Installed) -> None:
+    environ = {"CAPD_ENDPOINT": ON["CAPD_ENDPOINT"], **({} if watch is None else {"CAPD_WATCH": watch})}
     with_capd = start(installed, **environ)
     (installed.site / "capd_watch.pth").unlink()
 
