@@ -186,9 +186,10 @@ def _count(
     after = np.float32(1) if piece.after is None else piece.after.numpy()
     magnitude, some = np.abs(x), x != 0
     found.underflows += number((y == 0) & some)
-    found.flushes += number((magnitude < after * np.float32(grid.normal)) & some)
+    smallest, largest = _limits(after, grid)
+    found.flushes += number((magnitude < smallest) & some)
     finite = np.isfinite(x)
-    found.saturations += number((magnitude > after * np.float32(grid.largest * _ROUNDING)) & finite)
+    found.saturations += number((magnitude > largest) & finite)
     usable: NDArray[np.bool_] = finite & np.isfinite(y)
     if usable.all():
         return None
@@ -197,6 +198,18 @@ def _count(
     within = True if piece.within is None else piece.within.numpy()
     found.lost += number(finite & ~usable & within)
     return usable
+
+
+def _limits(
+    after: NDArray[np.float32] | np.float32, grid: Grid
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the smallest normal and the largest magnitude under scales.
+
+    A small block's scale may round to 0. Its values are below the smallest one then, and none is beyond the largest.
+    """
+    smallest, largest = after * np.float32(grid.normal), after * np.float32(grid.largest * _ROUNDING)
+    is_zero = after == 0
+    return np.where(is_zero, np.float32(np.inf), smallest), np.where(is_zero, np.float32(np.inf), largest)
 
 
 @_quiet
@@ -211,7 +224,7 @@ def _add_blocks(
     blocks.count += int(often.sum())
     blocks.zero += int(often[amax == 0].sum())
     blocks.invalid += int(often[~np.isfinite(amax)].sum())
-    blocks.saturated += int(often[usable & (amax > after * np.float32(grid.largest * _ROUNDING))].sum())
+    blocks.saturated += int(often[usable & (amax > _limits(after, grid)[1])].sum())
     codes = stored[usable] if stored.dtype == np.uint8 else np.frexp(stored[usable])[1] - 1
     blocks.scales.update(histogram_of(codes, often[usable]))
 

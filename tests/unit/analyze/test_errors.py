@@ -105,14 +105,27 @@ def test_saturations_and_flushes_are_counted_against_the_scale_of_each_element(t
     scales = decode(type(ones)(**{**{name: getattr(ones, name) for name in ones.__dataclass_fields__},
                                   "payload": torch.full_like(ones.payload, one)}))  # fmt: skip
     magnitude = x.abs().double()
-    assert found.saturations == (magnitude > largest * scales.double() * (1 + 2.0**-21)).sum()
-    assert found.flushes == ((magnitude < smallest * scales.double()) & (x != 0)).sum()
+    # The scale of a small block of nvfp4 is 0: it has no value but 0.
+    beyond = (magnitude > largest * scales.double() * (1 + 2.0**-21)) & (scales > 0)
+    assert found.saturations == beyond.sum()
+    assert found.flushes == (((magnitude < smallest * scales.double()) | (scales == 0)) & (x != 0)).sum()
     if text == "mxfp8":
         assert found.saturations > 0
         assert found.blocks is not None
         amax = x.reshape(80, -1).unfold(1, 32, 32).abs().amax(-1)  # of the whole blocks: 4 of 5 in each row
         assert found.blocks.count == 80 * 5
         assert (amax > 448 * scales[:, :128:32]).sum() <= found.blocks.saturated
+
+
+def test_values_of_a_block_whose_scale_rounds_to_zero_are_flushed_and_none_is_saturated() -> None:
+    x = torch.full((64, 32), 1e-6)
+    x[0] = 10
+
+    found = errors_of(x, chosen("nvfp4"))
+
+    assert (found.underflows, found.flushes, found.saturations) == (63 * 32, 63 * 32, 0)
+    assert found.blocks is not None
+    assert (found.blocks.saturated, found.blocks.zero) == (0, 0)
 
 
 @pytest.mark.parametrize("text", ["bf16", "fp16", "fp8", "fp8:e5m2", "hifp8", "hifp8:legacy", "hifp8:hybrid"])
