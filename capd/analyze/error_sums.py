@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.analyze.blocks import BlockStatistics
 from capd.analyze.exact import RatioSpread, exact, quotient, rounded, weighted
 
-__all__ = ["ErrorSums", "Errors", "merged"]
+__all__ = ["ErrorSums", "Errors", "decibels", "merged", "percent"]
 
 Floats = NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class Errors:
         lost: The finite values that became NaN or Inf.
         underflows: The values that were not zero before and are zero after.
         saturations: The values with |x| beyond the largest value of the format under the block's scale.
-        flushes: The values with 0 < |x| < the smallest normal value under that scale.
+        flushes: The values with 0 < |x| < the smallest normal value under that scale, all of a block whose scale is 0.
         absmax: max|x| over the compared values.
         max_abs: max|d| over the compared values.
         blocks: The blocks, None for a format without scales.
@@ -134,10 +134,7 @@ class Errors:
     @property
     def sqnr_db(self) -> float | None:
         """Signal to quantisation noise, 10 * log10(Σx² / Σd²). Inf without an error (torch.ao.ns `compute_sqnr`)."""
-        if not self.sums.d2:
-            return math.inf if self.sums.x2 else None
-        share = quotient(self.sums.x2, self.sums.d2)
-        return 10 * math.log10(share) if share else -math.inf
+        return decibels(self.sums.x2, self.sums.d2)
 
     @property
     def sqnr_db_error(self) -> float | None:
@@ -190,22 +187,22 @@ class Errors:
     @property
     def underflow_percent(self) -> float | None:
         """100 * underflows / N (TransformerEngine's `underflows%`: non-zero in, zero out)."""
-        return self._percent(self.underflows)
+        return percent(self.underflows, self.count)
 
     @property
     def saturation_percent(self) -> float | None:
         """100 * saturations / N: finite values beyond the largest one (TransformerEngine's `overflows%`)."""
-        return self._percent(self.saturations)
+        return percent(self.saturations, self.count)
 
     @property
     def flush_percent(self) -> float | None:
         """100 * flushes / N: values below the smallest normal value, which lose precision (tensor_saver's tools)."""
-        return self._percent(self.flushes)
+        return percent(self.flushes, self.count)
 
     @property
     def lost_percent(self) -> float | None:
         """100 * lost / N."""
-        return self._percent(self.lost)
+        return percent(self.lost, self.count)
 
     def _spread(self) -> RatioSpread:
         if self.spread is not None:
@@ -215,8 +212,18 @@ class Errors:
     def _mean(self, total: int) -> float | None:
         return rounded(total) / self.compared if self.compared else None
 
-    def _percent(self, number: int) -> float | None:
-        return 100 * number / self.count if self.count else None
+
+def decibels(signal: float, noise: float) -> float | None:
+    """Return 10 * log10(signal / noise), of energies in any unit. Inf without noise, None without both."""
+    if not noise:
+        return math.inf if signal else None
+    share = quotient(signal, noise)
+    return 10 * math.log10(share) if share else -math.inf
+
+
+def percent(number: int, count: int) -> float | None:
+    """Return 100 * number / count, None without any."""
+    return 100 * number / count if count else None
 
 
 def merged(several: Iterable[Errors]) -> Errors:

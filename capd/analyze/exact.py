@@ -73,7 +73,7 @@ def rounded(total: int) -> float:
     return quotient(total, _ONE) or 0.0
 
 
-def quotient(a: int, b: int) -> float | None:
+def quotient(a: float, b: float) -> float | None:
     """Return a / b as the nearest float64, Inf beyond its range. None if b is 0."""
     if b == 0:
         return None

@@ -77,7 +77,7 @@ class Sources:
     items: Items
     files: bool
     threads: int
-    share: float = 1.0
+    share: float
 
     def gather(self, gathered: GatheredRecords, **asked: Any) -> None:
         """Gather all records with a progress bar, and name skipped ones. `asked`: further arguments of `gather`.
@@ -89,9 +89,10 @@ class Sources:
             CapdError: If no tensor file could be read.
         """
         from capd.io.sample import Sample
+        from capd.phrase import phrase_text
         from capd.report.format_errors import sample_numbers
         from capd.report.gather import Skipped, gather
-        from capd.report.names import sample_text
+        from capd.report.names import sample_phrase
         from capd.server.heap import settled_heap
 
         if self.share < 1:
@@ -114,7 +115,7 @@ class Sources:
             raise kind(f"none of {self.items.total:,} records could be read")
         sample = sample_numbers(gathered)
         if sample is not None:
-            note(sample_text(sample))
+            note(phrase_text(sample_phrase(sample)))
 
     def exit_code(self, gathered: GatheredRecords) -> int:
         """Return 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
@@ -125,13 +126,18 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
     """Find the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
     Raises:
+        ConfigError: If a sample of tensor files is requested.
         NothingMatched: If no series passes the tests. Tensor files are tested only when they are loaded.
     """
     from capd.io.items import items_of_files, items_of_runs
 
     tests, share = options.keys.tests(), options.share
     if holds_files(place):
-        items = items_of_files(place, tests, options.layer_base, share=share)
+        items = items_of_files(place, tests, options.layer_base)
+        if items.total and share < 1:
+            raise ConfigError(
+                f"--sample reads a part of a run, and {place} has .pt files; `capd import` makes one of them"
+            )
         if items.total:
             return Sources([str(place)], items, True, options.threads, share)
     paths = _runs(place, options.run, options.all_runs)
@@ -171,7 +177,7 @@ def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
     if len({*labels}) < len(each):
         raise ConfigError(f"a run is given twice: {', '.join(names)}; name each once")
     items = beside({label: one.items for label, one in zip(labels, each, strict=True)})
-    return Sources(names, items, each[0].files, options.threads)
+    return Sources(names, items, each[0].files, options.threads, options.share)
 
 
 def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:

@@ -9,9 +9,12 @@ import math
 import os
 import shutil
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from textwrap import TextWrapper
+from unicodedata import east_asian_width
 
 from capd.cli.output import note, print_lines
 
@@ -57,14 +60,17 @@ class Column:
     @property
     def width(self) -> int:
         """The width of the widest cell."""
-        return max(map(len, (self.name, *self.cells)))
+        return max(map(_width, (self.name, *self.cells)))
 
 
-def print_columns(columns: Sequence[Column], *, wide: bool = False, colours: Sequence[str] = ()) -> None:
-    """Print a table, and name on stderr the columns that did not fit. The arguments are those of `drawn`."""
+def print_columns(
+    columns: Sequence[Column], *, wide: bool = False, colours: Sequence[str] = ()
+) -> Sequence[str]:
+    """Print a table, and name on stderr the columns that did not fit. Return their names, as `drawn` does."""
     lines, left_out = drawn(columns, wide=wide, colours=colours)
     print_lines(lines)
     note_left_out(left_out)
+    return left_out
 
 
 def note_left_out(names: Sequence[str]) -> None:
@@ -203,11 +209,23 @@ def _narrow(columns: Sequence[Column], widths: list[int], room: int) -> None:
 
 
 def _fit(cell: str, column: Column, width: int) -> str:
-    if len(cell) > width:
+    if _width(cell) > width:
         # The end of a module's name says more than its beginning.
         tail = (width - 1) * 2 // 3
-        cell = f"{cell[: width - 1 - tail]}…{cell[len(cell) - tail :]}"
-    return cell.rjust(width) if column.right else cell.ljust(width)
+        cell = f"{_head(cell, width - 1 - tail)}…{_head(cell[::-1], tail)[::-1]}"
+    gap = " " * (width - _width(cell))
+    return gap + cell if column.right else cell + gap
+
+
+def _head(text: str, width: int) -> str:
+    """Return the beginning of a text, of at most this width."""
+    room = list(accumulate(map(_width, text)))
+    return text[: bisect_right(room, width)]
+
+
+def _width(text: str) -> int:
+    """Return the columns that a text takes in a terminal: Chinese characters take two."""
+    return len(text) + (0 if text.isascii() else sum(east_asian_width(char) in "WF" for char in text))
 
 
 def aligned(values: Sequence[float | None], digits: int = 3) -> list[str]:
@@ -231,7 +249,8 @@ def _rounded(value: float | None, digits: int) -> str:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
         return f"{value:.{digits - 1}e}"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    # The digits are counted after rounding: 99.96 has three of them as 100.
+    places = max(0, digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}")))))
     text = f"{value:.{places}f}"
     return text.partition(".")[0] if value == int(value) else text
 

@@ -48,7 +48,7 @@ class Loaded:
         raw_bytes: The kept bytes of the item.
         stats: The statistics, None if they are unknown before the elements are read.
         read: Returns the stored elements. None if only statistics were kept.
-        attributes: The record's attributes, as in `Record.attributes`.
+        attributes, metadata: The record's, as in `Record`.
     """
 
     key: Key
@@ -59,6 +59,7 @@ class Loaded:
     read: Callable[[], NDArray[np.generic]] | None
     attributes: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def no_source(self) -> str | None:
@@ -147,7 +148,7 @@ def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]], shar
         yield from _sampled(items, len(numbers), share, turn)
 
 
-def _sampled(items: Iterable[Item], total: int, share: float, turn: int = 0) -> Iterator[Item]:
+def _sampled(items: Iterable[Item], total: int, share: float, turn: int) -> Iterator[Item]:
     """Yield the items of one series, marked as sampled or not."""
     if share >= 1:
         yield from items
@@ -175,7 +176,17 @@ def _item(name: str, series: Series, number: int) -> Item:
     def load() -> Loaded:
         moment = Moment(*(getattr(record, name) for name in Moment.__struct_fields__))
         stats = record.committed_stats if read else record.stats
-        return Loaded(series.key, moment, series.dtype, nbytes, stats, read, record.attributes, record.shape)
+        return Loaded(
+            series.key,
+            moment,
+            series.dtype,
+            nbytes,
+            stats,
+            read,
+            record.attributes,
+            record.shape,
+            record.metadata,
+        )
 
     return Item(name, nbytes, load, read)
 
@@ -187,13 +198,11 @@ def _unreadable(name: str, error: StoreError) -> Item:
     return Item(name, 0, fail, fail)
 
 
-def items_of_files(
-    root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True, share: float = 1.0
-) -> Items:
+def items_of_files(root: Path, tests: Sequence[Test], layer_base: int, *, statistics: bool = True) -> Items:
     """Return the tensor files below `root` whose keys pass all tests. Loading a file makes the checks of an import.
 
     A file is tested when it is loaded. `layer_base` is the number of the first layer in files that capd did not write.
-    Without `statistics`, loading a file does not compute them. `share` of the files are sampled, as of one series.
+    Without `statistics`, loading a file does not compute them.
 
     Raises:
         OSError: If `root` cannot be read.
@@ -205,7 +214,7 @@ def items_of_files(
         return Item(name, file.nbytes, load, lambda: load_file(file, layer_base).bits)
 
     files = find_files(root)
-    return Items(len(files), _sampled(map(item, files), len(files), share))
+    return Items(len(files), map(item, files))
 
 
 def _load_file(file: TensorFile, tests: Sequence[Test], layer_base: int, statistics: bool) -> Loaded | None:

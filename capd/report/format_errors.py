@@ -65,6 +65,7 @@ def sample_numbers(gathered: GatheredRecords) -> dict[str, Any] | None:
         "of_records": sample.of,
         "raw_bytes": sample.nbytes,
         "of_raw_bytes": sample.of_nbytes,
+        "operands": 0 if gathered.products is None else 3 * gathered.products.measured,
         "sqnr_db_error": {
             label: errors.sqnr_db_error for label, errors in gathered.groups.whole().errors.items()
         },

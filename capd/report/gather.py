@@ -13,8 +13,9 @@ from capd.analyze.groups import FIELDS, Fields, Groups, Tally, Value
 from capd.analyze.verdict.sums import VerdictSums
 from capd.io.items import Item, Skipped
 from capd.io.sample import Sample
-from capd.report.linear_calls import LinearCalls, ProductErrors, measure_products
 from capd.report.measured import Measured, Measurements, measure
+from capd.report.products.linear_calls import LinearCalls
+from capd.report.products.product_errors import ProductErrors, measure_products
 from capd.report.series import SeriesSummaries, emulation_of
 from capd_client.protocol.key import Key, Moment
 
@@ -100,6 +101,7 @@ def gather(
 
     Yields:
         For each item, in order, its bytes after it was added, 0 if it is not sampled, or the reason why it was skipped.
+        At the end, for each operand of a product that could not be read again, the reason.
     """
     adding = _Adding(gathered)
     wanted = Measurements(quick=quick, choices=choices, per_block=per_block, channels=channels)
@@ -122,6 +124,8 @@ def gather(
         gathered.series.close()
     if gathered.calls is not None and choices and not quick:
         gathered.products = measure_products(gathered.calls, choices, threads=threads)
+        gathered.skipped += gathered.products.skipped
+        yield from gathered.products.skipped
 
 
 class _Adding:
@@ -132,15 +136,17 @@ class _Adding:
         self._of_moments = [fields for fields in self._groups.groupings if set(fields) & _MOMENT]
         self._of_keys = [fields for fields in self._groups.groupings if not set(fields) & _MOMENT]
         self._key: Key | None = None
-        self._path = ""
         self._tally = Tally()
 
     def add(self, item: Item, measured: Measured) -> None:
         loaded, path = measured.loaded, item.name.rpartition("#")[0] or item.name
         if loaded.key != self._key:
             self.end_key()
-            self._key, self._path = loaded.key, path
+            self._key = loaded.key
         self._tally.add(measured.tally)
+        self._gathered.verdict.add(loaded.key, path, loaded.dtype, measured.tally.errors)
+        if not item.is_sampled and loaded.no_source is None:
+            self._gathered.verdict.leave_unread(loaded.key, path)
         for fields in self._of_moments:
             values = [getattr(loaded.moment if field in _MOMENT else loaded.key, field) for field in fields]
             self._groups.add(fields, values, measured.tally)
@@ -158,7 +164,6 @@ class _Adding:
             return
         for fields in self._of_keys:
             self._groups.add(fields, [getattr(self._key, name) for name in fields], self._tally)
-        self._gathered.verdict.add(self._key, self._path, self._tally.errors)
         self._key, self._tally = None, Tally()
 
 

@@ -1,32 +1,34 @@
-"""The values of fields in the words of reports, and what a tensor's name says of it."""
+"""The values of fields in the words of reports, and what a sample has read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from capd.analyze.groups import Value
+from capd.analyze.groups import Value as FieldValue
+from capd.phrase import Phrase, Value
 from capd_client.process.text import human_count, human_nbytes, printable
 
-__all__ = ["is_gradient", "sample_text", "value_text"]
+__all__ = ["sample_phrase", "value_text"]
 
 
-def value_text(value: Value) -> str:
+def value_text(value: FieldValue) -> str:
     """Return a field's value for people."""
     return "none" if value is None else printable(str(value)) or '""'
 
 
-def is_gradient(tensor_name: Value) -> bool:
-    """Return whether a tensor holds gradients, by its name. They shrink by orders of magnitude during training."""
-    return "grad" in str(tensor_name).lower()
-
-
-def sample_text(sample: Mapping[str, Any]) -> str:
-    """Return what a sample has read (`capd.report.format_errors.sample_numbers`), and how exact its errors are."""
+def sample_phrase(sample: Mapping[str, Any]) -> Phrase:
+    """Say what a sample has read (`capd.report.format_errors.sample_numbers`), and how exact its errors are."""
     percent = 100 * sample["records"] / max(1, sample["of_records"])
-    read = (
-        f"{human_count(sample['records'])} of {human_count(sample['of_records'], 'record')} were read, "
-        f"{percent:.3g} %, {human_nbytes(sample['raw_bytes'])}; stored statistics cover all"
-    )
     known = [f"{label} {error:.2g}" for label, error in sample["sqnr_db_error"].items() if error is not None]
-    return f"{read}; standard error of the SQNR of all, in dB: {', '.join(known)}" if known else read
+    operands: Value = ""
+    if sample["operands"]:
+        operands = Phrase("; the products read {0} operands more", (human_count(sample["operands"]),))
+    errors: Value = ""
+    if known:
+        errors = Phrase("; standard error of the SQNR of all, in dB: {0}", (", ".join(known),))
+    read = (
+        human_count(sample["records"]), human_count(sample["of_records"]), f"{percent:.3g}",
+        human_nbytes(sample["raw_bytes"]), operands, errors,
+    )  # fmt: skip
+    return Phrase("{0} of {1} records were read, {2} %, {3}; short series weigh more in sums{4}{5}", read)

@@ -7,9 +7,10 @@ from typing import Any
 
 from capd.analyze.groups import Fields
 from capd.analyze.hif8_regimes import FINITE_CODES
+from capd.phrase import phrase_text
 from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
-from capd.report.names import sample_text, value_text
+from capd.report.names import sample_phrase, value_text
 from capd.report.verdict_document import calls_text, verdict_rows
 from capd_client.process.text import human_count, human_nbytes, table_lines
 
@@ -43,7 +44,7 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
     if without:
         yield f"{human_count(without)} records have no stored statistics; their values are left out"
     if plain["sample"] is not None:
-        yield f"sample: {sample_text(plain['sample'])}"
+        yield f"sample: {phrase_text(sample_phrase(plain['sample']))}"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
     yield from _verdict(plain["verdict"], plain["sources"])
     yield from _scalars(plain["scalars"])
@@ -64,17 +65,18 @@ def _verdict(verdict: Row, sources: Sequence[str]) -> Iterator[str]:
     yield from (one["text"] for one in verdict["statements"])
     rows = [
         (
-            name, one["format"], f"{one['bits_per_value']:g}", human_count(errors["count"]), _decibels(errors),
+            name, one["format"], f"{one['bits_per_value']:g}", human_count(errors["count"]),
+            *(_decibels(errors, level) for level in ("tenth_sqnr_db", "median_sqnr_db", "sqnr_db")),
             human_count(errors["lost"]), *(_percent(errors[f"{share}_percent"]) for share in _LOSSES),
             "best" if best else "",
         )
         for name, one, best, errors in verdict_rows(verdict)
     ]  # fmt: skip
     yield ""
-    numbers = ("bits", "count", "SQNR dB", "lost", *_LOSSES)
+    numbers = ("bits", "count", "9 of 10, dB", "median dB", "SQNR dB", "lost", *_LOSSES)
     yield from table_lines(("verdict on", "format", *numbers, ""), rows, numbers)
     if verdict["calls"] is not None and verdict["calls"]["found"]:
-        yield f"Y, dX, dW: products of quantised operands, of {calls_text(verdict['calls'])}"
+        yield f"Y, dX, dW: products of quantised operands, of {calls_text(verdict)}"
     worst = [
         (
             one["series"], one["role"], one["format"], _decibels(one), human_count(one["lost"]),
@@ -84,7 +86,7 @@ def _verdict(verdict: Row, sources: Sequence[str]) -> Iterator[str]:
     ]  # fmt: skip
     if worst:
         yield ""
-        yield from table_lines(("worst tensors", "role", "format", *numbers[2:]), worst, numbers)
+        yield from table_lines(("worst tensors", "role", "format", *numbers[4:]), worst, numbers)
 
 
 def _scalars(lines: Sequence[Row]) -> Iterator[str]:
@@ -188,8 +190,8 @@ def _outside(one: Row) -> Iterator[str]:
     yield from (one["above_severity"], one["below_severity"])
 
 
-def _decibels(one: Row) -> str:
-    return _number(one["sqnr_db"], ".2f")
+def _decibels(one: Row, name: str = "sqnr_db") -> str:
+    return _number(one[name], ".2f")
 
 
 def _share(share: float | None) -> str:

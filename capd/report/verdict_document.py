@@ -7,58 +7,75 @@ from typing import Any
 
 import msgspec
 
-from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
-from capd.analyze.verdict.roles import ROLES
-from capd.analyze.verdict.score import best_of, score_of
+from capd.analyze.verdict.levels import Levels
+from capd.analyze.verdict.score import RoleScores
 from capd.analyze.verdict.sentences import sentence_of
 from capd.analyze.verdict.statements import statements_of
+from capd.phrase import phrase_text
 from capd.report.format_errors import error_numbers
 from capd.report.gather import GatheredRecords
 from capd_client.process.text import human_count
 
-__all__ = ["MOST_WORST", "WORST_NUMBERS", "calls_text", "percent_of", "verdict_document", "verdict_rows"]
+__all__ = [
+    "LEVELS",
+    "MOST_WORST",
+    "WORST_NUMBERS",
+    "calls_text",
+    "percent_of",
+    "verdict_document",
+    "verdict_rows",
+]
 
+LEVELS = ("tensors", "tenth_sqnr_db", "median_sqnr_db", "tenth_sqnr_db_error")
+"""The numbers of a distribution over tensors, or over calls."""
 MOST_WORST = 10
 WORST_NUMBERS = ("records", "count", "lost", "sqnr_db", "underflow_percent", "saturation_percent")
 
 
 def verdict_document(gathered: GatheredRecords, choices: Sequence[FormatChoice]) -> dict[str, Any]:
     """Return the verdict on the measured formats, with unrounded floats. `formats` is empty if nothing was measured."""
-    roles = gathered.verdict.roles
-    scores = [
-        score_of(choice, role, roles[role][choice.label])
-        for choice in choices
-        for role in ROLES
-        if choice.label in roles.get(role, {})
-    ]
-    measured = dict.fromkeys(one.label for one in scores)
-    best = {role: label for role in ROLES if (label := best_of(roles.get(role, {}))) is not None}
-    statements = statements_of(scores)
+    roles = gathered.verdict.scored(choices)
+    statements = statements_of(roles)
+    best = {one.role: one.best for one in roles}
+    first = {one.role: one.first.label for one in roles if one.first is not None}
+    formats = [_format(gathered, choice, roles) for choice in choices]
     return {
-        "formats": [_format(gathered, choice) for choice in choices if choice.label in measured],
-        "best": best,
-        "statements": [{**one, "text": sentence_of(one)} for one in statements],
-        "worst": list(
-            _worst(gathered, {role: best.get(role, next(iter(errors))) for role, errors in roles.items()})
-        ),
+        "formats": [one for one in formats if one["roles"]],
+        "best": {role: label for role, label in best.items() if label is not None},
+        "statements": [{**one, "text": phrase_text(sentence_of(one))} for one in statements],
+        "worst": list(_worst(gathered, first)),
         "calls": _calls(gathered),
     }
 
 
-def _format(gathered: GatheredRecords, choice: FormatChoice) -> dict[str, Any]:
-    roles, products, spec = gathered.verdict.roles, gathered.products, choice.spec
+def _format(gathered: GatheredRecords, choice: FormatChoice, roles: Sequence[RoleScores]) -> dict[str, Any]:
+    products, spec, label = gathered.products, choice.spec, choice.label
+    scores = {
+        role.role: score for role in roles for score in role.scores if score.label == label and score.taken
+    }
     return {
-        "format": choice.label,
+        "format": label,
         "bits_per_value": spec.bits_per_value,
         "scaled": spec.is_scaled,
-        "roles": _numbers({role: roles[role].get(choice.label) for role in ROLES if role in roles}),
-        "products": _numbers({} if products is None else products.errors.get(choice.label, {})),
+        "roles": {
+            role: {**_level_numbers(score.levels), **error_numbers(gathered.verdict.roles[role][label])}
+            for role, score in scores.items()
+        },
+        "products": {
+            name: {**_level_numbers(one.levels), **error_numbers(one.errors)}
+            for name, one in ({} if products is None else products.of(label)).items()
+        },
     }
 
 
-def _numbers(errors: Mapping[str, Errors | None]) -> dict[str, Any]:
-    return {name: error_numbers(one) for name, one in errors.items() if one is not None}
+def _level_numbers(levels: Levels | None) -> dict[str, Any]:
+    """Return LEVELS, None without a tensor or call that has an SQNR."""
+    if levels is None:
+        return {**dict.fromkeys(LEVELS), "tensors": 0}
+    return dict(
+        zip(LEVELS, (levels.tensors, levels.tenth_db, levels.median_db, levels.error_db), strict=True)
+    )
 
 
 def _worst(gathered: GatheredRecords, formats: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -76,7 +93,12 @@ def _calls(gathered: GatheredRecords) -> dict[str, int] | None:
     found = gathered.products
     if found is None:
         return None
-    return {"found": found.calls, "measured": found.measured, "left_out": found.left_out}
+    return {
+        "found": found.calls,
+        "measured": found.measured,
+        "partial": found.partial,
+        "left_out": found.left_out,
+    }
 
 
 def verdict_rows(
@@ -88,10 +110,16 @@ def verdict_rows(
             yield name, one, verdict["best"].get(name) == one["format"], errors
 
 
-def calls_text(calls: Mapping[str, int]) -> str:
+def calls_text(verdict: Mapping[str, Any]) -> str:
     """Describe how many calls the products are of, such as "32 of 52 calls of linear layers"."""
-    left_out = f"; {human_count(calls['left_out'])} cannot be measured" if calls["left_out"] else ""
-    return f"{human_count(calls['measured'])} of {human_count(calls['found'], 'call')} of linear layers{left_out}"
+    calls = verdict["calls"]
+    text = f"{human_count(calls['measured'])} of {human_count(calls['found'], 'call')} of linear layers"
+    if calls["left_out"]:
+        text += f"; {human_count(calls['left_out'])} cannot be measured"
+    if calls["partial"]:
+        text += f"; {human_count(calls['partial'])} are slices of tokens, without dW"
+    along = [one["format"] for one in verdict["formats"] if not one["products"]] if calls["measured"] else []
+    return f"{text}; none in {', '.join(along)}, because its axis is chosen" if along else text
 
 
 def percent_of(one: Mapping[str, Any], name: str) -> float | None:

@@ -34,11 +34,13 @@ class Operands:
         x: [tokens, in_features].
         weight: [out_features, in_features].
         dy: [tokens, out_features].
+        is_partial: Whether these are some of the call's tokens, so that dW would be another sum.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     dy: torch.Tensor
+    is_partial: bool = False
 
     @property
     def fit(self) -> bool:
@@ -49,7 +51,8 @@ class Operands:
 
     def pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the operands a [rows, n] and b [n, columns] of each product a b."""
-        return {"Y": (self.x, self.weight.t()), "dX": (self.dy, self.weight), "dW": (self.dy.t(), self.x)}
+        of_tokens = {"Y": (self.x, self.weight.t()), "dX": (self.dy, self.weight)}
+        return of_tokens if self.is_partial else {**of_tokens, "dW": (self.dy.t(), self.x)}
 
 
 def product_errors(operands: Operands, choices: Sequence[FormatChoice]) -> Mapping[str, Mapping[str, Errors]]:

@@ -1,83 +1,193 @@
-"""The errors of formats by role, and compact sums of each tensor, from which the worst tensors are found."""
+"""The errors of formats by role, and compact sums of each tensor, from which scores and the worst tensors follow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from capd.analyze.error_sums import Errors
+from capd.analyze.error_sums import Errors, decibels, percent
 from capd.analyze.exact import rounded
-from capd.analyze.verdict.roles import role_of
+from capd.analyze.format_choice import FormatChoice
+from capd.analyze.verdict.levels import levels_of
+from capd.analyze.verdict.roles import ROLES, role_of
+from capd.analyze.verdict.score import RoleScores, Score
 from capd_client.protocol.key import Key
 
 __all__ = ["TensorError", "VerdictSums"]
 
+# The formats that are dtypes of captured tensors, too.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
 
 @dataclass(slots=True)
 class TensorError:
-    """The error of one format on one tensor, with float64 sums: 100 bytes, where exact sums take some KiB."""
+    """The error of one format on one tensor, with float64 sums: 150 bytes, where exact sums take some KiB."""
 
     records: int = 0
     count: int = 0
     lost: int = 0
     underflows: int = 0
     saturations: int = 0
+    flushes: int = 0
     signal: float = 0.0
     noise: float = 0.0
+    # Of the records with a finite SQNR: their number, and the sums of the SQNRs in dB and of the squares.
+    levels: int = 0
+    level_sum: float = 0.0
+    level_squares: float = 0.0
 
     def add(self, errors: Errors) -> None:
-        """Add the errors of some records."""
-        self.records += errors.records
-        self.count += errors.count
-        self.lost += errors.lost
-        self.underflows += errors.underflows
-        self.saturations += errors.saturations
-        self.signal += rounded(errors.sums.x2)
-        self.noise += rounded(errors.sums.d2)
+        """Add the errors of one record."""
+        self.add_sums(
+            TensorError(
+                errors.records, errors.count, errors.lost, errors.underflows, errors.saturations, errors.flushes,
+                rounded(errors.sums.x2), rounded(errors.sums.d2),
+            )
+        )  # fmt: skip
+        level = errors.sqnr_db
+        if level is not None and math.isfinite(level):
+            self.levels += 1
+            self.level_sum += level
+            self.level_squares += level * level
+
+    def add_sums(self, other: TensorError) -> None:
+        """Add the counts and sums of another tensor, but not its records' SQNRs."""
+        self.records += other.records
+        self.count += other.count
+        self.lost += other.lost
+        self.underflows += other.underflows
+        self.saturations += other.saturations
+        self.flushes += other.flushes
+        self.signal += other.signal
+        self.noise += other.noise
 
     @property
     def sqnr_db(self) -> float | None:
         """10 * log10(Σx² / Σd²), Inf without an error, None if all compared values are zero."""
-        if not self.noise:
-            return math.inf if self.signal else None
-        return 10 * (math.log10(self.signal) - math.log10(self.noise)) if self.signal else -math.inf
+        return decibels(self.signal, self.noise)
+
+    @property
+    def sqnr_db_error(self) -> float | None:
+        """The standard error of the mean of the records' SQNRs, in dB, None with fewer than two."""
+        if self.levels < 2:
+            return None
+        squares = self.level_squares - self.level_sum**2 / self.levels
+        return math.sqrt(max(0.0, squares) / (self.levels - 1) / self.levels)
 
     @property
     def underflow_percent(self) -> float | None:
         """100 * underflows / count."""
-        return 100 * self.underflows / self.count if self.count else None
+        return percent(self.underflows, self.count)
 
     @property
     def saturation_percent(self) -> float | None:
         """100 * saturations / count."""
-        return 100 * self.saturations / self.count if self.count else None
+        return percent(self.saturations, self.count)
+
+    @property
+    def flush_percent(self) -> float | None:
+        """100 * flushes / count."""
+        return percent(self.flushes, self.count)
 
 
 @dataclass(slots=True)
 class _Tensor:
+    """The sums of one tensor. `records`: the measured ones; `unread`: those that a sample left out."""
+
     path: str
     role: str
+    records: int = 0
+    unread: int = 0
     errors: dict[str, TensorError] = field(default_factory=dict)
+
+    def has(self, label: str) -> bool:
+        """Return whether a format took all records."""
+        return label in self.errors and self.errors[label].records == self.records
+
+    @property
+    def is_zero(self) -> bool:
+        return not any(error.signal or error.lost for error in self.errors.values())
 
 
 class VerdictSums:
-    """The errors of all records, by role and format, and by tensor and format. Not thread-safe."""
+    """The errors of all records, by role and format, and by tensor and format. Not thread-safe.
+
+    Records that hold Inf or NaN are left out for all formats alike: in a block they take finite neighbours along, so
+    they would speak against blocks alone.
+
+    Attributes:
+        roles: The sums over all records of a role.
+    """
 
     def __init__(self) -> None:
         self.roles: dict[str, dict[str, Errors]] = {}
         self._tensors: dict[Key, _Tensor] = {}
+        self._dtypes: set[str] = set()
+        self._records: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
 
-    def add(self, key: Key, path: str, errors: Mapping[str, Errors]) -> None:
-        """Add the errors of some records of one key. `path`: the path of their series, or of their file."""
+    def add(self, key: Key, path: str, dtype: str, errors: Mapping[str, Errors]) -> None:
+        """Add the errors of one record. `path`: the path of its series, or of its file."""
         if not errors:
             return
         role = role_of(key)
-        of_role = self.roles.setdefault(role, {})
-        tensor = self._tensors.setdefault(key, _Tensor(path, role))
+        self._records[role] += 1
+        self._dtypes.add(dtype)
+        if any(one.nan or one.inf for one in errors.values()):
+            self._left_out[role] += 1
+            return
+        of_role, tensor = self.roles.setdefault(role, {}), self._tensor(key, path, role)
+        tensor.records += 1
         for label, one in errors.items():
             of_role.setdefault(label, Errors()).add(one)
             tensor.errors.setdefault(label, TensorError()).add(one)
+
+    def leave_unread(self, key: Key, path: str) -> None:
+        """Count a record that the sample leaves out."""
+        self._tensor(key, path, role_of(key)).unread += 1
+
+    def _tensor(self, key: Key, path: str, role: str) -> _Tensor:
+        return self._tensors.setdefault(key, _Tensor(path, role))
+
+    def scored(self, choices: Sequence[FormatChoice]) -> list[RoleScores]:
+        """Return the scores of the formats on each role of which any record was read, in the order of ROLES."""
+        return [self._scored(role, choices) for role in ROLES if self._records[role]]
+
+    def _scored(self, role: str, choices: Sequence[FormatChoice]) -> RoleScores:
+        tensors = [one for one in self._tensors.values() if one.role == role and one.errors]
+        taken = {choice.label: sum(one.has(choice.label) for one in tensors) for choice in choices}
+        common = [one for one in tensors if all(one.has(label) for label, number in taken.items() if number)]
+        return RoleScores(
+            role,
+            [
+                self._score(choice, common if taken[choice.label] else [], taken[choice.label])
+                for choice in choices
+            ],
+            tensors=len(tensors),
+            zeros=sum(one.is_zero for one in tensors),
+            records=self._records[role],
+            left_out=self._left_out[role],
+        )
+
+    def _score(self, choice: FormatChoice, tensors: Sequence[_Tensor], taken: int) -> Score:
+        label, spec, whole = choice.label, choice.spec, TensorError()
+        values, errors = [], []
+        for one in tensors:
+            error = one.errors[label]
+            whole.add_sums(error)
+            if error.sqnr_db is not None:
+                values.append(error.sqnr_db)
+                errors.append(error.sqnr_db_error if one.unread else 0.0)
+        return Score(
+            label, spec.bits_per_value, levels_of(values, errors), whole.count, whole.lost, taken,
+            is_scaled=spec.is_scaled,
+            is_source=_DTYPES.get(spec.fmt) in self._dtypes,
+            underflow_percent=whole.underflow_percent or 0.0,
+            saturation_percent=whole.saturation_percent or 0.0,
+            flush_percent=whole.flush_percent or 0.0,
+        )  # fmt: skip
 
     def worst(self, best: Mapping[str, str], number: int) -> list[tuple[Key, str, str, TensorError]]:
         """Return the tensors on which the best format of their role is worst, the worst first.

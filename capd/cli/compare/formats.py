@@ -21,7 +21,7 @@ _AXES = {"-1": (-1,), "-2": (-2,), "both": (-1, -2)}
 _SHOWN = {
     "sqnr_db": ("SQNR dB", 0), "lost": ("lost", 0), "underflow_percent": ("underflow %", 1),
     "saturation_percent": ("saturated %", 2), "flush_percent": ("flushed %", 4), "max_abs": ("max abs", 5),
-    "relative": ("relative", 6), "cosine": ("cosine", 7),
+    "relative": ("relative", 6), "cosine": ("1 - cosine", 7),
 }  # fmt: skip
 
 
@@ -36,12 +36,14 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
     from capd.report.format_errors import error_document
     from capd.report.verdict_document import verdict_document
 
-    found, gathered = request.gather(choices=chosen, per_block=per_block, products=is_verdict)
+    # The table of the verdict shows no groups.
+    fields = () if is_verdict and not request.as_json else request.fields
+    found, gathered = request.gather(fields, choices=chosen, per_block=per_block, products=is_verdict)
     if not gathered.groups.whole().errors:
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
         raise NothingMatched(f"no record with a high-precision source in {', '.join(found.names)}: {reasons}")
     verdict = verdict_document(gathered, chosen)
-    document = {**error_document(found.names, gathered, chosen, request.fields), "verdict": verdict}
+    document = {**error_document(found.names, gathered, chosen, fields), "verdict": verdict}
     if is_verdict:
         if not request.print(document, *verdict_table(verdict)):
             print_verdict(verdict, wide=request.wide)
@@ -89,7 +91,7 @@ def _print_table(
     places = [place_of(fields, group) for group, _, _ in rows]
     best = [label == group["best"] for group, label, _ in rows]
     shown = {"sqnr_db": _SHOWN["sqnr_db"], "sqnr_db_error": ("± dB", 0), **_SHOWN} if is_sample else _SHOWN
-    numbers = {name: aligned([errors[name] for _, _, errors in rows]) for name in shown}
+    numbers = {name: aligned([_shown(errors, name) for _, _, errors in rows]) for name in shown}
     columns = [
         *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
         Column("format", [label for _, label, _ in rows], is_name=True),
@@ -98,6 +100,12 @@ def _print_table(
         Column("", ["best" if one else "" for one in best]),
     ]
     print_columns(columns, wide=wide, colours=["green" if one else "" for one in best])
+
+
+def _shown(errors: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric as the table has it. Three digits of a cosine would be 1.00 wherever it matters."""
+    value: float | None = errors[name]
+    return value if value is None or name != "cosine" else 1 - value
 
 
 def _print_blocks(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:

@@ -16,6 +16,7 @@ from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd_client.protocol.key import Key
 
 if TYPE_CHECKING:
+    from capd.io.items import Skipped
     from capd.io.pairs import Matched
     from capd.io.sides import Entry, Side
     from capd.report.differences import Differences
@@ -41,7 +42,8 @@ def compare_pairs(
 
     found = Differences(left, right, fields, tolerance, keeps_each=each)
     (lefts, bad_lefts), (rights, bad_rights) = left.entries(), right.entries()
-    found.unread += [*bad_lefts, *bad_rights]
+    scalars, bad_scalars = _scalars(request, left, right)
+    found.unread += [*bad_lefts, *bad_rights, *bad_scalars]
     for problem in found.unread:
         note(f"skipped {problem.name}: {problem.reason}")
     _must_be_there(left, lefts)
@@ -49,7 +51,6 @@ def compare_pairs(
     pairing = _matched(found, lefts, rights, free, choose=not field and not ignore)
     _compare(request, found, pairing, until_first=first)
     counts = (len(lefts), len(rights))
-    scalars = _scalars(request, left, right)
     print_differences(request, found, pairing, sorted(free), counts, scalars, stopped=first)
     say_left_out(found, pairing)
     return _code(found) if found.unread else 0
@@ -75,10 +76,10 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
     raise NothingMatched(f"none of {pairs} pairs can be compared: {reasons}")
 
 
-def _scalars(request: CompareRequest, left: Side, right: Side) -> list[dict[str, Any]]:
-    """Return the differences of the scalars of two runs; none within one run, or of tensor files."""
+def _scalars(request: CompareRequest, left: Side, right: Side) -> tuple[list[dict[str, Any]], list[Skipped]]:
+    """Return the differences of the scalars of two runs, and damaged ones; none within one run, or of tensor files."""
     if request.other is None or not (is_run(Path(left.source)) and is_run(Path(right.source))):
-        return []
+        return [], []
     from capd.report.scalars.scalar_differences import scalar_differences
 
     return scalar_differences(left.source, right.source)

@@ -77,10 +77,13 @@ class CompareRequest:
                     f"{name} means nothing for a comparison of {what}; see `capd compare --help`"
                 )
 
-    def gather(self, *, products: bool = False, **asked: Any) -> tuple[Sources, GatheredRecords]:
+    def gather(
+        self, fields: tuple[str, ...], *, products: bool = False, **asked: Any
+    ) -> tuple[Sources, GatheredRecords]:
         """Read STORE and group its records by `fields`.
 
         Args:
+            fields: The fields, empty for all records together.
             products: Whether to measure the products of linear layers, too. Calls of several runs cannot be told apart,
                 so this takes one run.
             asked: Further arguments of `capd.report.gather.gather`.
@@ -90,9 +93,8 @@ class CompareRequest:
         """
         from capd.analyze.groups import Groups
         from capd.report.gather import GatheredRecords
-        from capd.report.linear_calls import LinearCalls
+        from capd.report.products.linear_calls import LinearCalls
 
-        fields = self.fields
         found = found_in(self.place, self.source)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         if products and len(found.names) == 1:

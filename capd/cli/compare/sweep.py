@@ -28,7 +28,7 @@ def compare_sweep(request: CompareRequest, elements: str | None) -> int:
     chosen = SWEEP_ELEMENTS if elements is None else elements_of(elements)
     fields = request.fields
     one_thread_each()
-    found, gathered = request.gather()
+    found, gathered = request.gather(fields)
     groups = [
         {**dict(zip(fields, values, strict=True)), **_group(tally, chosen)}
         for values, tally in gathered.groups.by(*fields).items()

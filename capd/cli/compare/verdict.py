@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Any
 
 from capd.cli.output import human_count, print_lines
-from capd.cli.table import Column, aligned, print_columns, terminal_width
+from capd.cli.table import Column, aligned, print_columns, prose
 
 __all__ = ["print_verdict", "verdict_table"]
 
 Row = Mapping[str, Any]
-_ABOUT = "SQNR in dB, * the best of a role; zero % and sat. % are those of the worst role."
+_ABOUT = "SQNR in dB that nine of ten tensors reach, and behind it that of the median tensor; * is the best of a role."
+_SHARES = (("zero %", "underflow_percent", 2), ("sat. %", "saturation_percent", 3))
 
 
 def verdict_table(verdict: Row) -> tuple[list[str], list[list[Any]]]:
     """Return the header of the CSV, and a row for each format on each role and product."""
     from capd.report.format_errors import COUNTS, METRICS
-    from capd.report.verdict_document import verdict_rows
+    from capd.report.verdict_document import LEVELS, verdict_rows
 
-    numbers = (*COUNTS, *METRICS)
+    numbers = (*LEVELS, *COUNTS, *METRICS)
     rows = [
         [name, one["format"], one["bits_per_value"], best, *(errors[each] for each in numbers)]
         for name, one, best, errors in verdict_rows(verdict)
@@ -30,21 +30,25 @@ def verdict_table(verdict: Row) -> tuple[list[str], list[list[Any]]]:
 
 def print_verdict(verdict: Row, *, wide: bool) -> None:
     """Print the table of the formats, the sentences, and the worst tensors."""
-    _print_formats(verdict, wide=wide)
-    print_lines(["", _ABOUT, *_about_calls(verdict["calls"]), ""])
-    width = terminal_width()
-    for one in verdict["statements"]:
-        print_lines([one["text"]] if width is None else wrap(one["text"], width))
+    formats: Sequence[Row] = verdict["formats"]
+    if formats:
+        left_out = _print_formats(verdict, wide=wide)
+        about = [_ABOUT, *_about_shares(formats, left_out), *_about_products(verdict)]
+        print_lines(["", *prose([" ".join(about)], 0, wide=wide), ""])
+    print_lines(prose([one["text"] for one in verdict["statements"]], 0, wide=wide))
     if verdict["worst"]:
         print_lines(["", "The worst tensors, each in the best format of its role:"])
         _print_worst(verdict["worst"], wide=wide)
 
 
-def _print_formats(verdict: Row, *, wide: bool) -> None:
+def _print_formats(verdict: Row, *, wide: bool) -> Sequence[str]:
+    """Print the table of the formats. Return the names of the columns that did not fit."""
+    from capd.analyze.verdict.statements import chosen_format
+
     formats: Sequence[Row] = verdict["formats"]
     roles = list(dict.fromkeys(name for one in formats for name in one["roles"]))
     products = list(dict.fromkeys(name for one in formats for name in one["products"]))
-    overall = next((one["format"] for one in verdict["statements"] if one["rule"] == "keeps"), None)
+    chosen = chosen_format(verdict["statements"])
     columns = [
         Column("format", [one["format"] for one in formats], is_name=True),
         Column("bits", aligned([one["bits_per_value"] for one in formats]), right=True),
@@ -55,19 +59,30 @@ def _print_formats(verdict: Row, *, wide: bool) -> None:
         *(Column(name, _decibels(formats, "products", name), right=True, spare=1) for name in products),
         *_shares(formats),
     ]
-    print_columns(
-        columns, wide=wide, colours=["green" if one["format"] == overall else "" for one in formats]
+    return print_columns(
+        columns, wide=wide, colours=["green" if one["format"] == chosen else "" for one in formats]
     )
 
 
 def _decibels(formats: Sequence[Row], of: str, name: str, best: str | None = None) -> list[str]:
-    """Return the SQNR of each format, with a star for the best one."""
-    numbers = aligned([(one[of].get(name) or {"sqnr_db": None})["sqnr_db"] for one in formats])
-    if best is None:
-        return numbers
-    return [
-        f"{text}{'*' if one['format'] == best else ' '}" for one, text in zip(formats, numbers, strict=True)
-    ]
+    """Return the SQNR of each format in the worst tenth, its error in a sample, a star for the best, and the median.
+
+    Products have the worst tenth alone.
+    """
+    found = [one[of].get(name, {}) for one in formats]
+    texts = aligned([errors.get("tenth_sqnr_db") for errors in found])
+    errors_of = [errors.get("tenth_sqnr_db_error") for errors in found]
+    if any(errors_of):
+        texts = [f"{text} ±{_short(error)}" for text, error in zip(texts, errors_of, strict=True)]
+    if of == "products":
+        return texts
+    stars = ["*" if one["format"] == best else " " for one in formats]
+    medians = aligned([errors.get("median_sqnr_db") for errors in found])
+    return [" ".join((text + star, median)) for text, star, median in zip(texts, stars, medians, strict=True)]
+
+
+def _short(error: float | None) -> str:
+    return "?" if error is None else f"{error:.1f}"
 
 
 def _shares(formats: Sequence[Row]) -> list[Column]:
@@ -76,19 +91,26 @@ def _shares(formats: Sequence[Row]) -> list[Column]:
 
     lost = [sum(errors["lost"] for errors in one["roles"].values()) for one in formats]
     shown = [("lost", [human_count(each) for each in lost], 0)] if any(lost) else []
-    for title, name, spare in (("zero %", "underflow_percent", 2), ("sat. %", "saturation_percent", 3)):
+    for title, name, spare in _SHARES:
         shares = [percent_of(one, name) for one in formats]
         if any(shares):
             shown.append((title, aligned(shares), spare))
     return [Column(title, cells, right=True, spare=spare) for title, cells, spare in shown]
 
 
-def _about_calls(calls: Row | None) -> list[str]:
+def _about_shares(formats: Sequence[Row], left_out: Sequence[str]) -> list[str]:
+    shown = [column.name for column in _shares(formats) if column.name.endswith("%")]
+    shown = [name for name in shown if name not in left_out]
+    return [f"{' and '.join(shown)}: of the worst role."] if shown else []
+
+
+def _about_products(verdict: Row) -> list[str]:
+    calls = verdict["calls"]
     if not calls or not calls["found"]:
         return []
     from capd.report.verdict_document import calls_text
 
-    return [f"Y, dX, dW: products of quantised operands, of {calls_text(calls)}."]
+    return [f"Y, dX, dW: products of quantised operands, of {calls_text(verdict)}."]
 
 
 def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:

@@ -29,7 +29,7 @@ def gathered_of(found: Sources, *, series: bool = False, **asked: Any) -> Gather
     several runs cannot be told apart, so products need one run. Raises CapdError as `Sources.gather` does.
     """
     from capd.report.gather import GatheredRecords
-    from capd.report.linear_calls import LinearCalls
+    from capd.report.products.linear_calls import LinearCalls
     from capd.report.series import SeriesSummaries
 
     gathered = GatheredRecords()

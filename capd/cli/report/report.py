@@ -12,7 +12,7 @@ import typer
 from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.completion import format_lists
 from capd.cli.options import Json, flag, grouped, option
-from capd.cli.output import human_count, human_nbytes, print_either
+from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, Sources, found_beside, found_in
@@ -143,8 +143,11 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
     from capd.report.page.html import page_html
     from capd.report.scalars.scalar_lines import scalar_lines
 
+    scalars, damaged = ([], []) if found.files else scalar_lines(found.names)
+    for one in damaged:
+        note(f"skipped {one.name}: {one.reason}")
     gathered = gathered_of(found, quick=quick, choices=choices, channels=not quick, series=True)
-    scalars = [] if found.files else scalar_lines(found.names)
+    gathered.skipped += damaged
     plain = document(found.names, gathered, quick=quick, choices=choices, scalars=scalars)
     return _Content(
         gathered, plain, page_html(page_data(plain, gathered, files=found.files, choices=choices))

@@ -27,3 +27,8 @@ export function say(text, ...values) {
   const found = spoken === "zh" && Object.hasOwn(CHINESE, text) ? CHINESE[text] : text;
   return String(found).replace(/\{(\d)\}/g, (_, place) => values[place]);
 }
+
+/** A phrase of the document in the page's language: a finished text, or a template and its values. */
+export function told(phrase) {
+  return typeof phrase === "string" ? phrase : say(phrase[0], ...phrase.slice(1).map(told));
+}

@@ -43,11 +43,6 @@ export function boxes(data) {
   }));
 }
 
-/** Whether a tensor holds gradients, by its name: they shrink by orders of magnitude while training goes on. */
-function gradient(name) {
-  return /grad/i.test(String(name));
-}
-
 const AXES = { auto: word("logarithmic for gradients"), linear: word("linear"), log: word("logarithmic") };
 
 /** The choice of an axis for statistics over iterations. */
@@ -55,9 +50,9 @@ export function axisControl() {
   return { name: "axis", label: say("value axis"), options: Object.entries(AXES).map(([value, text]) => ({ value, text: say(text) })) };
 }
 
-/** Whether a chosen axis is logarithmic for a tensor of this name. */
-export function isLogarithmic(axis, name) {
-  return axis === "log" || (axis === "auto" && gradient(name));
+/** Whether a chosen axis is logarithmic for a tensor of this name: gradients shrink by orders of magnitude. */
+export function isLogarithmic(data, axis, name) {
+  return axis === "log" || (axis === "auto" && data.gradients.includes(name));
 }
 
 export function trends(data) {
@@ -70,7 +65,7 @@ export function trends(data) {
     const own = data.iterations.filter((one) => one.tensor_name === tensor);
     const found = own.flatMap((one) => (one[metric] ? [{ text: String(one.quant_type), at: one.iteration, values: one[metric] }]
       : data.formats.filter((format) => one.errors?.[format]).map((format) => ({ text: `${one.quant_type}: ${format}`, at: one.iteration, values: one.errors[format][metric] }))));
-    const log = STATISTICS.includes(metric) && isLogarithmic(axis, tensor);
+    const log = STATISTICS.includes(metric) && isLogarithmic(data, axis, tensor);
     return [overIterations(say("{0} of {1}", metricText(metric), tensor), metricText(metric), found, { log, range: data.scalars.length ? iterationRange(data) : undefined }),
       el("div", { class: "beside" }, own.map((one) => spreadOver(say("Magnitudes of {0} ({1})", tensor, one.quant_type), one.spread, say("iteration"), own.length)))];
   }))];

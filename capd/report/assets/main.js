@@ -25,7 +25,7 @@ const chosen = { theme: stored("theme", "auto", THEMES), language: stored("langu
 
 function show(focus) {
   const [name, place] = location.hash.slice(1).split("/");
-  const known = name === "tensor" || name in PAGES;
+  const known = name === "tensor" || Object.hasOwn(PAGES, name);
   const single = data.series.length === 1 && data.series_total === 1;
   const current = known ? name : single ? "tensor" : "summary";
   dropCharts();

@@ -4,7 +4,7 @@ import { chosen, distinct, options } from "./controls.js";
 import { el, named, nothing, phrase, section } from "./dom.js";
 import { metricText } from "./errors.js";
 import { heat } from "./heat.js";
-import { say, word } from "./language.js";
+import { say, told, word } from "./language.js";
 import { count, layerText, nbytes, num } from "./numbers.js";
 import { SCALES } from "./colours.js";
 import { recipeText } from "./recipe.js";
@@ -15,7 +15,7 @@ const NOTES = {
   records: word("Tensors: at most {1} records of each series are drawn, evenly chosen."),
   iterations: word("Iterations: at most {1} of each tensor are drawn, evenly chosen."),
   scalars: word("Iterations: the first {1} of {0} scalars are drawn."),
-  points: word("Iterations: at most {1} of each scalar are drawn, evenly chosen."),
+  points: word("Iterations: scalars of more than {1} iterations are drawn as means, minima and maxima of equal parts."),
   channels: word("Outliers: of {0} groups, the {1} with the largest share of outliers are shown."),
   boxes: word("Layers: of {0} pairs of a tensor and a layer, the first {1} are shown."),
 };
@@ -69,12 +69,12 @@ function counts(data) {
 function leftOut(data) {
   const skipped = data.skipped.length ? table(say("Skipped: {0} could not be read", count(data.skipped_total)), [typed(word("record or file"), "name"), typed(word("reason"), "reason", phrase)], data.skipped) : nothing(say("Everything that was selected could be read."));
   const unmeasured = data.unmeasured.length ? table(say("Without an error of formats"), [typed(word("series or file"), "series"), typed(word("reason"), "reason", phrase), counted(word("records"), "records")], data.unmeasured) : null;
-  const without = data.without_statistics ? el("p", {}, say("{0} records have no stored statistics, and --quick read no element: their values are left out.", count(data.without_statistics))) : null;
+  const without = data.without_statistics ? el("p", {}, say("{0} records were not read and have no stored statistics: their values are left out.", count(data.without_statistics))) : null;
   return [skipped, unmeasured, without, data.notes.length ? el("ul", {}, data.notes.map((note) => el("li", {}, say(NOTES[note.about], count(note.found), count(note.shown))))) : null];
 }
 
 export function overview(data) {
-  const about = [[say("made by"), `capd ${data.capd}`], [say("reads"), data.quick ? say("stored statistics alone (--quick)") : data.sample ?? say("every element")], [say("formats"), data.formats.join(", ") || say("none")]];
+  const about = [[say("made by"), `capd ${data.capd}`], [say("reads"), data.quick ? say("stored statistics alone (--quick)") : data.sample === null ? say("every element") : told(data.sample)], [say("formats"), data.formats.join(", ") || say("none")]];
   return [
     section(say("Overview"), null, tiles(data),
       el("dl", { class: "facts" }, el("div", {}, el("dt", {}, say("of")), el("dd", {}, data.sources.map((one) => el("div", {}, named(one))))), about.map(([text, value]) => el("div", {}, el("dt", {}, text), el("dd", {}, value))))),

@@ -4,15 +4,23 @@ import { SCALES, ink, shade } from "./colours.js";
 import { el, named, nothing, scroller, section } from "./dom.js";
 import { QUICK } from "./errors.js";
 import { css, key } from "./heat.js";
-import { say, word } from "./language.js";
+import { say, told, word } from "./language.js";
 import { count, num } from "./numbers.js";
 import { runNames } from "./scalars.js";
-import { ROLES, sentence, short } from "./statements.js";
 import { table } from "./tables.js";
 import { seriesPath } from "./tensors.js";
 
 const LEAST_SPAN = 6; // dB: about a bit; smaller differences are no red and green
 const FEW_PERCENT = 0.1;
+const ROLES = { activations: word("activations"), weights: word("weights"), gradients: word("gradients"), other: word("other tensors") };
+
+const tenths = (value) => (typeof value === "number" ? value.toFixed(1).replace("-", "−") : num(value));
+
+/** A share in percent, rounded down, so that 99.96 % is not all. */
+function short(percent) {
+  const step = 10 ** (Math.floor(Math.log10(percent)) - 2);
+  return String(Number((Math.floor((percent / step) * (1 + 1e-12)) * step).toPrecision(3)));
+}
 
 /** The names of the columns below `of` ("roles" or "products"), in their order. */
 function names(formats, of) {
@@ -24,15 +32,20 @@ function shares(errors) {
   return [zero >= FEW_PERCENT ? say("{0} % zero", short(zero)) : null, saturated >= FEW_PERCENT ? say("{0} % saturated", short(saturated)) : null, lost(errors)].filter(Boolean);
 }
 
+/** The median, and in a sample the standard error. */
+function spread(errors) {
+  return [errors.tensors > 1 ? say("median {0}", tenths(errors.median_sqnr_db)) : null, errors.tenth_sqnr_db_error ? `± ${tenths(errors.tenth_sqnr_db_error)}` : null].filter(Boolean);
+}
+
 function lost(errors) {
   return errors.lost ? say("{0} lost", count(errors.lost)) : null;
 }
 
 function cell(errors, isBest, [low, high], small) {
   if (!errors) return el("td", { class: "number" }, "–");
-  const value = errors.sqnr_db;
+  const value = errors.tenth_sqnr_db;
   const star = isBest ? el("span", { title: say("best"), "aria-label": say("best"), role: "img" }, " ★") : null;
-  const node = el("td", { class: "number" }, el("strong", {}, typeof value === "number" ? value.toFixed(1).replace("-", "−") : num(value)), star, small.map((text) => el("div", { class: "share" }, text)));
+  const node = el("td", { class: "number" }, el("strong", {}, tenths(value)), star, small.map((text) => el("div", { class: "share" }, text)));
   if (typeof value === "number") {
     const colour = shade(SCALES.viridis, (value - low) / (high - low));
     node.style.background = css(colour);
@@ -43,14 +56,14 @@ function cell(errors, isBest, [low, high], small) {
 
 function formatTable({ formats, best }) {
   const [roles, products] = ["roles", "products"].map((of) => names(formats, of));
-  const all = formats.flatMap((one) => [...Object.values(one.roles), ...Object.values(one.products)]).map((errors) => errors.sqnr_db).filter((value) => typeof value === "number");
+  const all = formats.flatMap((one) => [...Object.values(one.roles), ...Object.values(one.products)]).map((errors) => errors.tenth_sqnr_db).filter((value) => typeof value === "number");
   const high = all.length ? Math.max(...all) : 0;
   const range = [Math.min(high - LEAST_SPAN, ...all), high];
   const label = say("SQNR in dB of each format");
   const head = el("tr", {}, el("th", { scope: "col" }, say("format")), [say("bits"), ...roles.map((role) => say(ROLES[role])), ...products].map((text) => el("th", { scope: "col", class: "number" }, text)));
   const body = formats.map((one) => el("tr", {}, el("th", { scope: "row" }, named(one.format)), el("td", { class: "number" }, num(one.bits_per_value)),
-    roles.map((role) => cell(one.roles[role], best[role] === one.format, range, one.roles[role] ? shares(one.roles[role]) : [])),
-    products.map((name) => cell(one.products[name], false, range, one.products[name] ? [lost(one.products[name])].filter(Boolean) : []))));
+    roles.map((role) => cell(one.roles[role], best[role] === one.format, range, one.roles[role] ? [...spread(one.roles[role]), ...shares(one.roles[role])] : [])),
+    products.map((name) => cell(one.products[name], false, range, one.products[name] ? [...spread(one.products[name]), lost(one.products[name])].filter(Boolean) : []))));
   return el("div", { class: "heat verdict" }, all.length ? key(SCALES.viridis, range, all, "dB") : null,
     scroller(label, el("table", {}, el("caption", {}, label), el("thead", {}, head), el("tbody", {}, body))));
 }
@@ -73,18 +86,20 @@ function missing(data) {
 function products(calls) {
   if (calls === null) return say("Products of linear layers are not measured over several runs together.");
   if (!calls.found) return say("Products are not measured: no call of a linear layer in this selection has its input, weight and output gradient.");
-  const out = calls.left_out ? say("; {0} cannot be measured", count(calls.left_out)) : "";
+  const out = [calls.left_out ? say("; {0} cannot be measured", count(calls.left_out)) : "", calls.partial ? say("; {0} are slices of tokens, without dW", count(calls.partial)) : ""].join("");
   return say("Y = XWᵀ, dX = dYW and dW = dYᵀX: products of quantised operands, in blocks along the axis that the product sums over, of {0} of {1} calls of linear layers, evenly over the modules{2}. At most 64 rows of each product are computed.", count(calls.measured), count(calls.found), out);
 }
 
 export function summary(data) {
   const { verdict, sources } = data;
   const title = say("Summary");
-  if (!verdict.formats.length) return section(title, null, nothing(missing(data)));
+  const sentences = el("div", { class: "statements" }, verdict.statements.map((one) => el("p", {}, told(one))));
+  if (!verdict.formats.length) return section(title, null, verdict.statements.length ? sentences : nothing(missing(data)));
   const together = sources.length > 1 ? say("The verdict is on the records of {0} runs together: {1}.", count(sources.length), runNames(sources).join(say(", "))) : null;
-  const notes = [say("Each format is applied to the captured values after the fact. SQNR = 10·log10(Σx² / Σd²); 6 dB are about a bit. All cells have one colour scale. Bits count the scales. ★ is the best format of a role: the fewest lost values, then the highest SQNR. Below a number: the shares of its values that became zero (zero), exceed the largest value (saturated), or became NaN or Inf (lost); shares below 0.1 % are left out."), products(verdict.calls)];
+  const sample = data.sample === null ? null : el("p", { class: "note" }, say("A sample: {0}.", told(data.sample)));
+  const notes = [say("Each format is applied to the captured values after the fact. A number is the SQNR that nine of ten tensors reach, 10·log10(Σx² / Σd²) in dB; 6 dB are about a bit. All cells have one colour scale. Bits count the scales. ★ is the best format of a role: the fewest lost values, then the highest SQNR up to 50 dB. Below a number: the median tensor's SQNR, and the shares of values that became zero (zero), exceed the largest value (saturated), or became NaN or Inf (lost); shares below 0.1 % are left out."), products(verdict.calls)];
   return [
-    section(title, together, el("div", { class: "statements" }, verdict.statements.map((said) => el("p", {}, sentence(said)))), formatTable(verdict), notes.map((note) => el("p", { class: "note" }, note))),
+    section(title, together, sample, sentences, formatTable(verdict), notes.map((note) => el("p", { class: "note" }, note))),
     section(say("Worst tensors"), null, verdict.worst.length ? worstTable(verdict.worst) : nothing(say("No tensor has an error."))),
   ];
 }

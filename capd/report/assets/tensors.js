@@ -82,14 +82,14 @@ function errorsOf(data, one) {
   return section(say("Error of each format"), say("Of its values, had they been put into the format after the fact."), data.quick ? nothing(say(QUICK)) : found);
 }
 
-function records(one) {
+function records(data, one) {
   const moments = one.moments;
   const repeated = new Set(moments.iteration).size < moments.iteration.length || moments.iteration.includes(null);
   const at = repeated ? moments.iteration.map((_, number) => number * one.moments_step) : moments.iteration;
   const step = repeated ? say("record") : say("iteration");
   const spread = repeated ? { ...one.spread, iteration: one.spread.shares.map((_, number) => number * one.moments_step * Math.ceil(at.length / one.spread.shares.length)) } : one.spread;
   const columns = [{ text: say("iteration"), number: true, value: (row) => moments.iteration[row], show: count }, { text: say("micro-batch"), number: true, value: (row) => moments.micro_batch[row], show: count }, ...["mean", "std", "absmax"].map((name) => ({ text: say(name), number: true, value: (row) => moments[name][row], show: num }))];
-  const drawn = chosen([{ name: "what", label: say("statistic"), options: options(["std", "mean", "absmax"], say) }, axisControl()], ({ what, axis }) => overIterations(say("{0} over its records", metricText(what)), metricText(what), [{ text: metricText(what), at, values: moments[what] }], { step, log: isLogarithmic(axis, one.tensor_name), behind: false }));
+  const drawn = chosen([{ name: "what", label: say("statistic"), options: options(["std", "mean", "absmax"], say) }, axisControl()], ({ what, axis }) => overIterations(say("{0} over its records", metricText(what)), metricText(what), [{ text: metricText(what), at, values: moments[what] }], { step, log: isLogarithmic(data, axis, one.tensor_name), behind: false }));
   return section(say("Over its records"), one.moments_step > 1 ? say("Every {0}th record is drawn.", count(one.moments_step)) : null,
     at.length > 1 ? [drawn, spreadOver(say("Magnitudes of its values, record by record"), spread, step)] : null, table(say("Records"), columns, moments.mean.map((_, number) => number)));
 }
@@ -101,6 +101,6 @@ export function tensor(data, place) {
   return [
     identity(data, one, place), statistics(data, one),
     section(say("Histogram"), null, chosen(scaleControls(), (look) => magnitudes(say("Magnitudes of its values"), [{ ...one, text: String(one.tensor_name) }], data.grids, look))),
-    errorsOf(data, one), records(one),
+    errorsOf(data, one), records(data, one),
   ];
 }

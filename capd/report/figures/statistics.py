@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from capd.analyze.groups import Groups, Value, in_order
+from capd.analyze.verdict.roles import is_gradient
 from capd.report.figures.boxes import boxes
 from capd.report.figures.layers import lines_by_layer
 from capd.report.figures.style import (
@@ -25,7 +26,7 @@ from capd.report.figures.style import (
     value_axis,
 )
 from capd.report.gather import BY_ITERATION, BY_LAYER
-from capd.report.names import is_gradient, value_text
+from capd.report.names import value_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from capd.analyze.groups import Groups, Value
+from capd.analyze.verdict.roles import is_gradient
 from capd.report.figures.channels import channels_of_tensor, draw_amax
 from capd.report.figures.comparison import overlay
 from capd.report.figures.error_maps import METRICS, labels_of
@@ -24,7 +25,6 @@ from capd.report.figures.style import (
     value_axis,
 )
 from capd.report.gather import BY_TENSOR
-from capd.report.names import is_gradient
 from capd.store.documents.names import component
 from capd_client.process.text import human_count, table_lines
 

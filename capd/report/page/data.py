@@ -8,9 +8,11 @@ from typing import Any
 
 from capd._version import __version__
 from capd.analyze.format_choice import FormatChoice
+from capd.analyze.verdict.roles import is_gradient
+from capd.phrase import plain_phrase
 from capd.report.document import grouped
 from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
-from capd.report.names import sample_text
+from capd.report.names import sample_phrase
 from capd.report.page.format_data import grids_data, hif8_data
 from capd.report.page.group_data import (
     Notes,
@@ -56,10 +58,11 @@ def page_data(
         "capd": __version__,
         "sources": sources,
         "quick": plain["quick"],
-        "sample": None if plain["sample"] is None else sample_text(plain["sample"]),
+        "sample": None if plain["sample"] is None else plain_phrase(sample_phrase(plain["sample"])),
         "quantiles": list(QUANTILES),
         "metrics": list(METRICS),
         "metric_notes": METRICS,
+        "gradients": [name for name in groups.values("tensor_name") if is_gradient(name)],
         "formats": [] if plain["quick"] else [choice.label for choice in choices],
         "verdict": verdict_data(plain["verdict"], series["series"]),
         "all": {**picked(plain["all"], *NUMBERS), "quantiles": quantiles_of(plain["all"])},

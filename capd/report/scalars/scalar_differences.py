@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from capd.io.scalar_table import chosen_scalars
+from capd.io.items import Skipped
+from capd.io.scalar_table import readable_scalars
 from capd.store.read.scalars import Scalar
 from capd.store.read.store import open_store
 
@@ -16,8 +17,8 @@ __all__ = ["scalar_differences"]
 _Places = Mapping[tuple[int, int, int], float]
 
 
-def scalar_differences(left: str, right: str) -> list[dict[str, Any]]:
-    """Return a row for each scalar and rank that both runs have.
+def scalar_differences(left: str, right: str) -> tuple[list[dict[str, Any]], list[Skipped]]:
+    """Return a row for each scalar and rank that both runs have, and the damaged scalars.
 
     Values are compared at the same iteration, micro-batch and call. Two NaNs are equal.
 
@@ -28,15 +29,11 @@ def scalar_differences(left: str, right: str) -> list[dict[str, Any]]:
     Returns:
         Rows with `name`, `rank`, `left_last` and `right_last`, `compared` (the number of places in both runs),
         `first_different` (the first iteration whose values differ, None if none does) and `max_abs` (the largest
-        |left - right|, NaN if only one side is finite anywhere, None if nothing was compared).
-
-    Raises:
-        DamagedRecord: A value cannot be read exactly.
+        |left - right|, Inf or NaN if only one side is finite anywhere, None if nothing was compared).
     """
-    lefts, rights = (
-        {(one.name, one.rank): one for one in chosen_scalars(open_store(run))} for run in (left, right)
-    )
-    return [
+    reads = [readable_scalars(open_store(run)) for run in (left, right)]
+    lefts, rights = ({(one.name, one.rank): one for one in read.found} for read in reads)
+    rows = [
         {
             "name": name,
             "rank": rank,
@@ -47,6 +44,7 @@ def scalar_differences(left: str, right: str) -> list[dict[str, Any]]:
         for (name, rank), one in lefts.items()
         if (name, rank) in rights
     ]
+    return rows, [one for read in reads for one in read.skipped]
 
 
 def _by_place(one: Scalar) -> _Places:

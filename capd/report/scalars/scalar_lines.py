@@ -7,29 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from capd.io.scalar_table import chosen_scalars
+from capd.io.items import Skipped
+from capd.io.scalar_table import readable_scalars
 from capd.store.read.scalars import Scalar
 from capd.store.read.store import open_store
 
 __all__ = ["scalar_lines"]
 
 
-def scalar_lines(sources: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the line of each scalar of some runs, whatever else the report selects.
+def scalar_lines(sources: Sequence[str]) -> tuple[list[dict[str, Any]], list[Skipped]]:
+    """Return the line of each scalar of some runs, whatever else the report selects, and the damaged scalars.
 
     Each line has `source`, `name`, `ranks` (their number), `values` (their number), and lists with an entry for each
     iteration: `iteration`, and `mean`, `min` and `max` over all values of the iteration.
-
-    Raises:
-        DamagedRecord: A value cannot be read exactly.
     """
     found: list[dict[str, Any]] = []
+    damaged: list[Skipped] = []
     for source in sources:
         by_name: dict[str, list[Scalar]] = {}
-        for one in chosen_scalars(open_store(source)):
+        read = readable_scalars(open_store(source))
+        for one in read.found:
             by_name.setdefault(one.name, []).append(one)
         found += [{"source": source, "name": name, **_line(ranks)} for name, ranks in by_name.items()]
-    return found
+        damaged += read.skipped
+    return found, damaged
 
 
 def _line(ranks: Sequence[Scalar]) -> dict[str, Any]:

@@ -142,6 +142,7 @@ def test_a_sample_has_the_errors_of_the_records_it_reads_and_says_how_exact_they
     assert document["all"]["values"]["absmax"] == max(float(each.abs().max()) for each in values)
     assert document["sample"] == {
         "share": 0.2, "records": 8, "of_records": 40, "raw_bytes": 8 * 4096, "of_raw_bytes": 40 * 4096,
+        "operands": 0,
         "sqnr_db_error": {"mxfp4": errors["sqnr_db_error"]},
     }  # fmt: skip
     whole = capd("compare", tmp_path, "--formats", "mxfp4", "--by", "none", "--json").json

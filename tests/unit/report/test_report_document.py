@@ -108,10 +108,11 @@ def test_the_verdict_is_in_the_document_the_text_and_the_page(
         : len(verdict["statements"])
     ]
     for one, shown in zip(verdict["formats"], page["verdict"]["formats"], strict=True):
-        sqnr = one["roles"]["activations"]["sqnr_db"]
-        assert close(shown["roles"]["activations"]["sqnr_db"], sqnr)
+        errors = one["roles"]["activations"]
+        assert close(shown["roles"]["activations"]["tenth_sqnr_db"], errors["tenth_sqnr_db"])
         [row] = [line for line in lines if line.split()[:2] == ["activations", one["format"]]]
-        assert row.split()[4] == f"{sqnr:.2f}"
+        levels = [errors[name] for name in ("tenth_sqnr_db", "median_sqnr_db", "sqnr_db")]
+        assert row.split()[4:7] == [f"{level:.2f}" for level in levels]
     assert [one["place"] for one in page["verdict"]["worst"]] == [
         [series["path"] for series in page["series"]].index(one["series"]) for one in verdict["worst"]
     ]

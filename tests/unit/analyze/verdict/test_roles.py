@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from capd.analyze.verdict.roles import ROLES, role_of
+from capd.analyze.verdict.roles import JUDGED, is_gradient, role_of
 from capd_client.protocol.key import Key
 from capd_client.protocol.kinds import KINDS, placement
 
@@ -33,9 +33,17 @@ def test_every_tensor_of_watch_has_its_role(name: str) -> None:
 
     expected = "gradients" if name.startswith("grad_") else "weights" if name == "weight" else "activations"
     assert role == expected
-    assert role in ROLES
+    assert role in JUDGED
 
 
 @pytest.mark.parametrize(("operation", "name", "role"), SAVED)
 def test_the_names_of_tensor_saver_have_their_roles(operation: str, name: str, role: str) -> None:
     assert role_of(Key(quant_type="bf16", rank=0, tensor_name=name, operation=operation)) == role
+
+
+@pytest.mark.parametrize("name", ["grad", "wgrad", "main_grad", "dY", "exp_avg", "hidden", "router.weight"])
+def test_a_name_of_the_users_own_is_no_activation(name: str) -> None:
+    role = role_of(Key(quant_type="bf16", rank=0, tensor_name=name))
+
+    assert role == ("gradients" if is_gradient(name) else "other")
+    assert is_gradient(name) == (name in ("grad", "wgrad", "main_grad", "dY"))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 from importlib.resources import files
 
+from capd import phrase
+from capd.analyze.verdict import sentences as verdict_sentences
+from capd.report import names
 from capd.report.page.plain import METRICS
 
 ASSETS = files("capd.report") / "assets"
@@ -65,12 +70,34 @@ def words() -> dict[str, str]:
     return chinese
 
 
+def phrases() -> set[str]:
+    """The templates of the phrases that Python gives the page: what `Phrase` is given, and texts with places."""
+    nodes = [
+        node
+        for module in (phrase, verdict_sentences, names)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+    ]
+    given = [
+        node.args[0] for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Phrase"
+    ]
+    texts = {each.value for one in given for each in ast.walk(one) if isinstance(each, ast.Constant)}
+    places = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return {
+        text
+        for text in texts
+        | {each for each in places if isinstance(each, str) and re.match(r"\{0\}|; \{0\}", each)}
+        if isinstance(text, str)
+    }
+
+
 def said() -> set[str]:
     texts = {json.loads(f'"{text}"') for source in sources().values() for text in SAID.findall(source)}
     # Formulas without words are alike in all languages.
-    return texts | {
-        text for text in METRICS.values() if " in " in text or "values" in text or "before" in text
-    }
+    return (
+        texts
+        | phrases()
+        | {text for text in METRICS.values() if " in " in text or "values" in text or "before" in text}
+    )
 
 
 def test_each_string_of_the_page_has_its_chinese_and_each_entry_is_used() -> None:

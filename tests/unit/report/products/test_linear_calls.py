@@ -14,9 +14,10 @@ from capd.analyze.format_choice import choices
 from capd.analyze.verdict.products import Operands, product_errors
 from capd.errors import DamagedRecord
 from capd.io.items import Item, Loaded
-from capd.report import linear_calls
 from capd.report.gather import GatheredRecords, gather
-from capd.report.linear_calls import MOST_CALLS, LinearCalls, ProductErrors
+from capd.report.products import product_errors as product_measurement
+from capd.report.products.linear_calls import LinearCalls
+from capd.report.products.product_errors import MOST_CALLS, ProductErrors
 from capd_client.protocol.key import Key, Moment
 
 FORMATS = choices("mxfp8,hifp8")
@@ -28,7 +29,7 @@ def item(
     name: str, values: NDArray[np.float32], *, dtype: str = "float32", read: Read | None = None, **more: Any
 ) -> Item:
     moment = Moment(**{field: more.pop(field) for field in Moment.__struct_fields__ if field in more})
-    attributes = more.pop("attributes", {})
+    attributes, metadata = more.pop("attributes", {}), more.pop("metadata", {})
     operation = "backward" if name.startswith("grad_") else "forward"
     fields = {
         "rank": 0,
@@ -40,7 +41,7 @@ def item(
     }
     key = Key(quant_type="bf16", tensor_name=name, **fields)
     read = read or (lambda: values)
-    loaded = Loaded(key, moment, dtype, values.nbytes, None, read, attributes, values.shape)
+    loaded = Loaded(key, moment, dtype, values.nbytes, None, read, attributes, values.shape, metadata)
     return Item(f"{key.module}/{name}#0", values.nbytes, lambda: loaded, read)
 
 
@@ -69,7 +70,9 @@ def expected(
 
 def levels(found: ProductErrors) -> dict[str, dict[str, float | None]]:
     return {
-        label: {name: one.sqnr_db for name, one in errors.items()} for label, errors in found.errors.items()
+        choice.label: {name: one.errors.sqnr_db for name, one in found.of(choice.label).items()}
+        for choice in FORMATS
+        if found.of(choice.label)
     }
 
 
@@ -134,14 +137,44 @@ LEFT_OUT = {
 def test_what_cannot_be_measured_is_left_out_and_counted(case: str) -> None:
     found = measured(*LEFT_OUT[case], item("grad_output", DY))
 
-    assert (found.calls, found.measured, found.left_out, found.errors) == (1, 0, 1, {})
+    assert (found.calls, found.measured, found.left_out, levels(found)) == (1, 0, 1, {})
 
 
-def test_an_operand_that_cannot_be_read_again_leaves_its_call_out() -> None:
+def test_an_operand_that_cannot_be_read_again_leaves_its_call_out_and_is_named() -> None:
     whole = item("input", X)
     broken = Item(whole.name, whole.nbytes, whole.load, damaged)
 
     found = measured(broken, item("weight", W), item("grad_output", DY))
+
+    assert (found.calls, found.measured, found.left_out) == (1, 0, 1)
+    assert [one.name for one in found.skipped] == ["fc/input#0"]
+    assert found.skipped[0].reason.endswith("some chunk")
+
+
+def note(take: str, *whole: int) -> dict[str, Any]:
+    return {"slice": {"take": take, "of": list(whole)}}
+
+
+def test_a_slice_of_tokens_gives_no_product_over_the_tokens() -> None:
+    found = measured(
+        item("input", X, metadata=note("first:2", 4, 8, INPUTS)),
+        item("weight", W),
+        item("grad_output", DY, metadata=note("first:2", 4, 8, OUTPUTS)),
+    )
+
+    assert (found.calls, found.measured, found.partial) == (1, 1, 1)
+    assert levels(found) == {
+        label: {name: level for name, level in errors.items() if name != "dW"}
+        for label, errors in expected(X, W, DY).items()
+    }
+
+
+def test_operands_of_different_tokens_are_no_call() -> None:
+    found = measured(
+        item("input", X, metadata=note("first:2", 4, 8, INPUTS)),
+        item("weight", W),
+        item("grad_output", DY, metadata=note("first:4@1", 2, 8, OUTPUTS)),
+    )
 
     assert (found.calls, found.measured, found.left_out) == (1, 0, 1)
 
@@ -157,26 +190,33 @@ def test_many_calls_are_chosen_evenly_over_the_modules() -> None:
     found = measured(*items)
 
     assert (found.calls, found.measured, found.left_out) == (100, MOST_CALLS, 0)
-    errors = found.errors["mxfp8"]["Y"]
+    errors = found.of("mxfp8")["Y"].errors
     assert errors.records == MOST_CALLS
     # Seven calls of the first two modules, six of the other three. A power of two scales Y and nothing else.
-    one = measured(*items[:3]).errors["mxfp8"]["Y"]
+    one = measured(*items[:3]).of("mxfp8")["Y"].errors
     times = sum(share * 4**module for module, share in enumerate((7, 7, 6, 6, 6)))
     assert errors.sums.x2 == times * one.sums.x2
 
 
-def test_fewer_of_large_calls_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_of_large_calls_are_measured_and_a_single_large_one_ousts_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     items = [
-        item(name, values, module=f"m{module}")
-        for module in range(5)
+        item(
+            name,
+            np.tile(values, (9, 1, 1)) if module == 0 and name != "weight" else values,
+            module=f"m{module}",
+        )
+        for module in range(9)
         for name, values in (("input", X), ("weight", W), ("grad_output", DY))
     ]
-    monkeypatch.setattr(linear_calls, "_ALL_NBYTES", 2 * sum(each.nbytes for each in items[:3]))
+    small = sum(each.nbytes for each in items[-3:])
 
-    assert measured(*items).measured == 2
-
-    monkeypatch.setattr(linear_calls, "_ALL_NBYTES", 1)
-
+    monkeypatch.setattr(product_measurement, "_MOST_NBYTES", 8 * small)
+    assert measured(*items).measured >= 4
+    monkeypatch.setattr(product_measurement, "_MOST_NBYTES", 2 * small)
+    assert measured(*items[3:]).measured == 2
+    monkeypatch.setattr(product_measurement, "_MOST_NBYTES", 1)
     assert measured(*items).measured == 1
 
 
