@@ -34,7 +34,7 @@ def print_verdict(verdict: Row, *, wide: bool) -> None:
     if formats:
         left_out = _print_formats(verdict, wide=wide)
         about = [_ABOUT, *_about_shares(formats, left_out), *_about_products(verdict)]
-        print_lines(["", *prose([" ".join(about)], 0, wide=wide), ""])
+        print_lines(["", *prose(about, 0, wide=wide), ""])
     print_lines(prose([one["text"] for one in verdict["statements"]], 0, wide=wide))
     if verdict["worst"]:
         print_lines(["", "The worst tensors, each in the best format of its role:"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_the_table_the_sentences_and_the_worst_tensors_are_printed(capd: Capd, r
     assert [line.split()[1] for line in lines[:3]] == ["8", "8.25", "8"]
     assert sum(line.count("*") for line in lines[:3]) == 3
     assert "Y, dX, dW: products of quantised operands, of 4 of 4 calls of linear layers." in lines
-    assert any(line.startswith("fp8 keeps ") and line.endswith("at 8 bits a value.") for line in lines)
+    assert any(line.startswith("fp8 keeps ") and "at 8 bits a value; no other" in line for line in lines)
     assert any(
         line.startswith("hifp8 without a scale loses ") and " dB on gradients against " in line
         for line in lines
@@ -79,10 +80,17 @@ def test_json_has_the_verdict_beside_the_groups(capd: Capd, run: Path) -> None:
         assert set(one["roles"]) == set(roles)
         for role, name in roles.items():
             errors = groups[name]["errors"][one["format"]]
-            assert one["roles"][role] == {key: value for key, value in errors.items() if key != "blocks"}
+            shared = {key: value for key, value in errors.items() if key != "blocks"}
+            assert {key: one["roles"][role][key] for key in shared} == shared
         assert set(one["products"]) == {"Y", "dX", "dW"}
-    assert verdict["best"] == {role: groups[name]["best"] for role, name in roles.items()}
-    assert verdict["calls"] == {"found": 4, "measured": 4, "left_out": 0}
+    of_role = {
+        role: {one["format"]: one["roles"][role]["tenth_sqnr_db"] for one in verdict["formats"]}
+        for role in roles
+    }
+    assert verdict["best"] == {
+        role: max(levels, key=lambda each: levels[each]) for role, levels in of_role.items()
+    }
+    assert verdict["calls"] == {"found": 4, "measured": 4, "partial": 0, "left_out": 0}
     worst = [one["sqnr_db"] for one in verdict["worst"]]
     assert worst == sorted(worst)
     # With --by no product is measured; nothing else differs.
@@ -124,3 +132,44 @@ def test_runs_together_have_no_products(capd: Capd, run: Path) -> None:
         capd("compare", run.parent, "--all-runs", "--formats", "mxfp8", "--json").json["verdict"]["calls"]
         is None
     )
+
+
+def test_formats_along_a_chosen_axis_say_why_they_have_no_products(capd: Capd, run: Path) -> None:
+    found = capd("compare", run, "--formats", "mxfp8,hifp8", "--axis", "-2")
+
+    assert "none in mxfp8:axis=-2, because its axis is chosen." in found.out
+
+
+def test_records_with_inf_are_left_out_for_all_formats_and_it_is_said(capd: Capd, tmp_path: Path) -> None:
+    writer, rng = StoreWriter(tmp_path), np.random.default_rng(1)
+    for iteration in range(20):
+        values = rng.normal(scale=1e-7, size=(16, 64)).astype(np.float32)
+        if iteration == 3:
+            values[0, 0] = np.inf
+        key = linear_key(tensor_name="grad_output", operation="backward")
+        writer.put("run", key, bf16_bits(values), "bfloat16", Moment(iteration=iteration))
+    writer.close()
+
+    found = capd("compare", tmp_path, "--formats", "mxfp8,hifp8", "--json").json["verdict"]
+
+    assert found["best"] == {"gradients": "mxfp8"}
+    assert found["statements"][0]["format"] == "mxfp8"
+    said = "1 of 20 records hold Inf or NaN; they are left out of the verdict for all formats."
+    assert said in [one["text"] for one in found["statements"]]
+
+
+def test_a_sample_says_its_error_and_reads_no_part_of_files(capd: Capd, tmp_path: Path) -> None:
+    writer, rng = StoreWriter(tmp_path), np.random.default_rng(2)
+    for layer, iteration in product(range(4), range(8)):
+        bits = bf16_bits(rng.normal(size=(16, 64)))
+        writer.put("run", linear_key(layer=layer), bits, "bfloat16", Moment(iteration=iteration))
+    writer.close()
+
+    found = capd("compare", tmp_path, "--formats", "fp8,mxfp8", "--sample", "50%")
+
+    assert re.search(r"fp8 keeps about \d+\.\d ± \d\.\d dB on nine of ten tensors of activations", found.out)
+    assert re.search(r"^fp8 +8 +\d+\.\d ±\d\.\d", found.out, re.MULTILINE)
+    assert "16 of 32 records were read, 50 %" in found.err
+    assert capd("export", tmp_path, "--to", "pt", "-o", tmp_path / "pt").code == 0
+    refused = capd("compare", tmp_path / "pt", "--sample", "50%")
+    assert (refused.code, "capd import" in refused.err) == (2, True)

@@ -115,6 +115,9 @@ def test_several_runs_are_told_apart_by_the_run_before_the_quant_type(
     ]
     assert {one["path"].partition("/")[0] for one in data["series"]} == {"exp7", "run"}
     assert len(data["ledger"]) == 2
+    sampled = capd("report", store, tmp_path / "other", "-o", out, "--formats", "none", "--sample", "5%", "--json")
+    assert sampled.json["sample"]["of_records"] == 3
+    assert "of 3 records were read" in sampled.err
 
 
 def test_runs_that_cannot_stand_side_by_side_are_refused(capd: Capd, store: Path, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unicodedata import east_asian_width
+
 import pytest
 
 from capd.cli.table import Column, aligned, fitted, in_one_unit
+from tests.kit.tiers import rows
 
 NAMES = ["layers.0.attention.q_proj.forward.input", "layers.11.mlp.down_proj.backward.grad_output"]
 COLUMNS = (
@@ -23,7 +26,7 @@ def test_without_a_terminal_nothing_is_shortened() -> None:
     assert lines[0].split("  ")[0] == "series"
 
 
-@pytest.mark.parametrize("width", range(20, 100))
+@pytest.mark.parametrize("width", rows(range(20, 100), quick=(20, 45, 60)))
 def test_a_table_fits_whatever_the_terminal(width: int) -> None:
     lines, left_out = fitted(COLUMNS, width)
 
@@ -36,6 +39,19 @@ def test_a_table_fits_whatever_the_terminal(width: int) -> None:
     for line, name in zip(lines[1:], NAMES, strict=True):
         shown = line.split("  ")[0]
         assert shown == name or (name.startswith(shown.split("…")[0]) and name.endswith(shown.split("…")[1]))
+
+
+@pytest.mark.parametrize("width", rows(range(30, 80), quick=(30, 41)))
+def test_chinese_names_take_two_columns_a_character(width: int) -> None:
+    names = ["模型.层.0.注意力.查询投影.前向.输入", "layers.0.q.forward.input"]
+
+    lines, _ = fitted(
+        [Column("series", names, is_name=True), Column("记录", ["4", "1,024"], right=True)], width
+    )
+
+    shown = [len(line) + sum(east_asian_width(char) in "WF" for char in line) for line in lines]
+    assert max(shown) <= width
+    assert len({*shown}) == 1
 
 
 def test_columns_that_must_stay_do() -> None:
@@ -54,6 +70,7 @@ def test_columns_that_must_stay_do() -> None:
         ([1.2e-7, 0.25], ["1.20e-07", "0.250"]),
         ([2.5e9], ["2.50e+09"]),
         ([100.0, 1000.0, 20.0, 0.5], ["100", "1000", "20", "0.500"]),
+        ([99.96, 9.996, 0.9996], ["100", "10.0", "1.00"]),
         ([], []),
     ],
 )

@@ -22,7 +22,7 @@ def test_a_loud_tensor_says_nothing_of_nine_quiet_ones() -> None:
     assert (found.tenth_db, found.median_db, found.poor) == (0.0, 0.0, 9)
 
 
-@pytest.mark.parametrize("number", range(1, 41))
+@pytest.mark.parametrize("number", [1, 9, 10, 11, 40])
 def test_at_least_nine_of_ten_tensors_and_at_least_half_reach_what_is_said(number: int) -> None:
     values = [float(value) for value in range(number)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
@@ -20,6 +21,7 @@ from capd.report.document import document
 from capd.report.gather import GatheredRecords, gather
 from capd.report.page.data import page_data
 from capd.report.page.plain import METRICS
+from capd.report.page.scalars_data import scalars_data
 from capd.report.quantiles import QUANTILES
 from capd.report.series import MOST_SERIES, SeriesSummaries
 from capd.store.format.statistics import public, summarise
@@ -265,3 +267,17 @@ def test_each_series_says_how_far_its_largest_channel_sticks_out(
         assert (channels, channel) == (64, int(amax.argmax()))
         assert largest == pytest.approx(amax.max(), rel=1e-3)
         assert ratio == pytest.approx(amax.max() / np.median(amax), rel=1e-3)
+
+
+def test_a_long_scalar_keeps_its_spikes_its_nans_and_its_last_step() -> None:
+    values = [1.0] * 10_000
+    values[4321], values[777] = 1e6, math.nan
+    line = {"name": "loss", "iteration": list(range(10_000)), **dict.fromkeys(("mean", "min", "max"), values)}
+
+    [drawn] = scalars_data({"scalars": [line]}, [])
+
+    assert len(drawn["iteration"]) == 400
+    assert drawn["iteration"][-1] == 9999
+    assert max(drawn["max"]) == 1_000_000
+    assert drawn["mean"].count("NaN") == 1
+    assert drawn["iteration"][drawn["mean"].index("NaN")] - 777 in range(25)
