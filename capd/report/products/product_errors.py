@@ -150,7 +150,8 @@ def _measured(call: Call, choices: Sequence[FormatChoice]) -> Result:
             matrices.append(_matrix(one.read(), one))
         except UNREADABLE as error:
             return skipped(one.name, error, damaged=True)
-    operands = Operands(*matrices, is_partial=call.is_partial)
+    x, weight, dy = matrices
+    operands = Operands(x, weight, dy, is_partial=call.is_partial)
     try:
         return product_errors(operands, choices) if operands.fit else None
     except (MemoryError, RuntimeError) as error:

@@ -40,7 +40,7 @@ def test_a_name_that_ends_in_html_is_one_file(capd: Capd, store: Path, tmp_path:
     assert done.code == 0
     assert done.json == {
         "file": str(out), "records": 2, "raw_bytes": 1024, "quant_types": ["bf16"],
-        "files": ["report.html"], "skipped": [],
+        "sample": None, "files": ["report.html"], "skipped": [],
     }  # fmt: skip
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
     data = data_of(out)
@@ -115,7 +115,9 @@ def test_several_runs_are_told_apart_by_the_run_before_the_quant_type(
     ]
     assert {one["path"].partition("/")[0] for one in data["series"]} == {"exp7", "run"}
     assert len(data["ledger"]) == 2
-    sampled = capd("report", store, tmp_path / "other", "-o", out, "--formats", "none", "--sample", "5%", "--json")
+    sampled = capd(
+        "report", store, tmp_path / "other", "-o", out, "--formats", "none", "--sample", "5%", "--json"
+    )
     assert sampled.json["sample"]["of_records"] == 3
     assert "of 3 records were read" in sampled.err
 
