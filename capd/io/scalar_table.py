@@ -16,24 +16,10 @@ from capd.store.read.store import Store
 from capd_client.process.text import printable
 from capd_client.protocol.scalars import scalar_key
 
-__all__ = ["SCALAR_TABLE_NAME", "ReadableScalars", "chosen_scalars", "export_scalars", "readable_scalars"]
+__all__ = ["SCALAR_TABLE_NAME", "ReadableScalars", "export_scalars", "readable_scalars"]
 
 SCALAR_TABLE_NAME = "scalars.csv"
 _COLUMNS = ("name", "rank", "iteration", "micro_batch", "call", "time_ns", "value")
-
-
-def chosen_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) -> list[Scalar]:
-    """Return the scalars of all ranks, of the latest attempt, whose keys pass all tests.
-
-    Raises:
-        DamagedRecord: A value cannot be read exactly.
-    """
-    return [
-        store.scalar(name, rank=rank)
-        for name, ranks in store.scalars().items()
-        for rank in ranks
-        if all(test(scalar_key(name, rank)) for test in tests)
-    ]
 
 
 class ReadableScalars(NamedTuple):
