@@ -243,13 +243,13 @@ def test_no_mode_and_no_budget_leaves_a_scalar_out(
 def test_without_room_a_scalar_is_dropped_at_once_though_captures_would_wait(
     socket_path: str, make_session: Callable[..., Session]
 ) -> None:
-    session = make_session(max_block_ms=10_000.0, policy="block", arena_bytes=1 << 16)
+    session = make_session(max_block_ms=60_000.0, policy="block", arena_bytes=1 << 16)
     began = time.monotonic()
     for step in range(3000):
         record(session, "loss", step, 0)
 
     dropped = session.snapshot().dropped
-    assert time.monotonic() - began < 9
+    assert time.monotonic() - began < 50
     assert set(dropped) == {DropReason.ARENA_FULL.value}
     assert dropped[DropReason.ARENA_FULL.value] > 1000
 
@@ -290,14 +290,14 @@ def test_a_device_tensor_is_taken_by_a_snapshot_that_nothing_waits_for(
 def test_a_device_tensor_without_room_is_dropped_at_once_though_captures_would_wait(
     rig: Callable[..., Rig], ordered: bool
 ) -> None:
-    made = rig(FakeDevice(nbytes=4096), by_hand=True, ordered=ordered, policy="block", max_block_ms=5_000.0)
+    made = rig(FakeDevice(nbytes=4096), by_hand=True, ordered=ordered, policy="block", max_block_ms=60_000.0)
     made.offer(torch.ones(1024))
     # What the ring holds belongs to another stream.
     made.device.current = 1
 
     began = time.monotonic()
     made.border.offer_scalar(torch.tensor(1.0), scalar_key("loss", 0), made.session.context.moment())
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert made.session.snapshot().dropped == {DropReason.RING_FULL.value: 1}
 
 
