@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from capd.store.read.series import import_extra
 from capd.store.read.store import Store
 
 __all__ = ["OpenRun", "open_run"]
+
+# The damaged records that a warning names.
+_NAMED = 3
 
 
 class OpenRun(Store):
@@ -34,7 +38,7 @@ class OpenRun(Store):
 
         Returns:
             A pandas.DataFrame with one row for each group and format: the fields of `by`, `format`, `best`, and the
-            counts and metrics of docs/json.md, such as `sqnr_db`.
+            counts and metrics of docs/json.md, such as `sqnr_db`. A warning names records that cannot be read.
 
         Raises:
             ConfigError: A format or a field is unknown.
@@ -58,6 +62,11 @@ class OpenRun(Store):
             reasons = [reason for _, reason in gathered.unmeasured] + [one.reason for one in gathered.skipped]
             said = "; ".join(dict.fromkeys(reasons)) or "the selection is empty"
             raise NothingMatched(f"no record with a high-precision source in {self.path}: {said}")
+        if gathered.skipped:
+            names = "; ".join(f"{one.name}: {one.reason}" for one in gathered.skipped[:_NAMED])
+            warnings.warn(
+                f"{len(gathered.skipped)} records of {self.path} are left out: {names}", stacklevel=2
+            )
         document = error_document([str(self.path)], gathered, chosen, fields)
         return pd.DataFrame(
             {

@@ -6,7 +6,8 @@
     capd_client.scalar("loss", loss)
 
 Importing this package or `capd_client.protocol` imports no torch. The names below load their modules at first use.
-Nothing here ever raises into the training process, unless CAPD_STRICT=1 is set.
+Nothing here raises into the training process unless CAPD_STRICT=1 is set, but for `emulate` with a recipe that cannot
+be applied.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ budget, 7 store owned by another daemon, 8 stopped with records left unsealed, 1
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import traceback
 from typing import Annotated, Any, NamedTuple, NoReturn, cast
@@ -146,6 +147,9 @@ def _root(
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command line and exit. An error becomes one line on stderr and the exit code of its class."""
+    # A terminal with few characters gets the others as numbers.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     # The root callback sets it.
     state = {"debug": False}
     try:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
 from capd._version import __version__
 from capd.strict_json import json_number
-from capd_client.process.text import human_count, human_nbytes, printable, table_lines
+from capd_client.process.text import human_count, human_nbytes, printable
 
 __all__ = [
     "human_count", "human_nbytes", "human_number", "json_number", "note", "print_either", "print_json",
-    "print_lines", "print_table", "table_lines", "versions",
+    "print_lines", "versions",
 ]  # fmt: skip
 
 _PACKAGES = ("torch", "zarr", "numcodecs", "numpy", "msgspec", "pydantic", "typer")
@@ -44,11 +44,6 @@ def print_either(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
 def note(message: str) -> None:
     """Write one message line to stderr. Names in it may come from a store of anybody."""
     print(f"capd: {printable(message)}", file=sys.stderr, flush=True)
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> None:
-    """Print an aligned table without boxes or colour; columns named in `right` are right-aligned."""
-    print_lines(table_lines(header, rows, right))
 
 
 def human_number(value: float | None) -> str:

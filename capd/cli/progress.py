@@ -7,10 +7,11 @@ import time
 from typing import Self
 
 from capd.cli.output import human_count, human_nbytes
+from capd.cli.redrawn import NO_WRAP, WRAP
 
 __all__ = ["Progress", "StatusLine"]
 
-_CELLS = 24
+_CELLS = 12
 _INTERVAL_S = 0.1
 _FIRST_S = 2.0
 
@@ -35,7 +36,7 @@ class StatusLine:
         now = time.monotonic()
         if self._drawn and now >= self._next:
             self._next = now + _INTERVAL_S
-            sys.stderr.write(f"\r{text}\x1b[K")
+            sys.stderr.write(f"\r{NO_WRAP}{text}{WRAP}\x1b[K")
             sys.stderr.flush()
 
     def say(self, message: str) -> None:

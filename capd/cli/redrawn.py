@@ -7,12 +7,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-__all__ = ["RedrawnBlock"]
+__all__ = ["NO_WRAP", "WRAP", "RedrawnBlock"]
 
 _CLEAR_SCREEN, _CLEAR_REST, _CLEAR_LINE = "\x1b[2J\x1b[H", "\x1b[J", "\x1b[K"
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 # A line takes one row, also if its characters are wider than they count.
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 class RedrawnBlock:
@@ -32,7 +32,7 @@ class RedrawnBlock:
             # A terminal that was resized has wrapped the lines again.
             start = _CLEAR_SCREEN
         body = "".join(f"{line}{_CLEAR_LINE}\n" for line in shown)
-        sys.stdout.write(f"{start}{_NO_WRAP}{body}{_WRAP}{_CLEAR_REST}")
+        sys.stdout.write(f"{start}{NO_WRAP}{body}{WRAP}{_CLEAR_REST}")
         sys.stdout.flush()
         self._rows, self._size = len(shown), size
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from capd.cli.completion import values_of
 from capd.cli.options import option
+from capd.errors import NothingMatched
 from capd.store.documents.gradient_names import answers
 from capd_client.process.text import number_ranges
 from capd_client.protocol.selection import Ranges
@@ -71,17 +72,21 @@ class KeyOptions:
         """
         return [_test(field, wanted) for field, wanted in vars(self).items() if wanted]
 
-    def why_none(self, keys: Iterable[Any]) -> str:
-        """Say why no key passes all tests: the values that there are, and the one that was probably meant."""
+    def nothing_in(self, place: str, keys: Iterable[Any]) -> NothingMatched:
+        """Return the error that no key of a place passes all tests.
+
+        It names the values that there are, and the one that was probably meant.
+        """
         everything = list(keys)
         if not everything:
-            return "it has no series yet"
+            return NothingMatched(f"{place} has no tensors yet")
         reasons = [
             _reason(field, wanted, everything)
             for field, wanted in vars(self).items()
             if wanted and not any(map(_test(field, wanted), everything))
         ]
-        return "; ".join(reasons) or "each option matches some series, but none matches all of them"
+        why = "; ".join(reasons) or "each option matches some series, but none matches all of them"
+        return NothingMatched(f"no series in {place} matches the selection: {why}")
 
 
 def _test(field: str, wanted: Any) -> Test:

@@ -147,9 +147,7 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
         from capd.store.read.store import open_store
 
         keys = [series.key for path in paths for series in open_store(path).series]
-        raise NothingMatched(
-            f"no series in {', '.join(names)} matches the selection: {options.keys.why_none(keys)}"
-        )
+        raise options.keys.nothing_in(", ".join(names), keys)
     return Sources(names, items, False, options.threads, share)
 
 
@@ -168,14 +166,14 @@ def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
         raise ConfigError(
             "give runs, or directories of .pt files, not both; `capd import` reads files into a run"
         )
+    if len({Path(name).resolve() for name in names}) < len(names):
+        raise ConfigError(f"a run is given twice: {', '.join(names)}; name each once")
     labels = [
-        Path(one.names[0]).stem if len(one.names) == 1 else place.name
+        Path(one.names[0]).resolve().stem if len(one.names) == 1 else place.resolve().name
         for one, place in zip(each, places, strict=True)
     ]
     if len({*labels}) < len(each):
         labels = [", ".join(one.names) for one in each]
-    if len({*labels}) < len(each):
-        raise ConfigError(f"a run is given twice: {', '.join(names)}; name each once")
     items = beside({label: one.items for label, one in zip(labels, each, strict=True)})
     return Sources(names, items, each[0].files, options.threads, options.share)
 

@@ -11,12 +11,13 @@ import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from textwrap import TextWrapper
 from unicodedata import east_asian_width
 
 from capd.cli.output import note, print_lines
+from capd_client.process.text import printable
 
 __all__ = [
     "Column",
@@ -26,10 +27,8 @@ __all__ = [
     "fitted",
     "in_one_unit",
     "note_left_out",
-    "painted",
     "print_columns",
     "prose",
-    "terminal_width",
 ]
 
 _GAP = "  "
@@ -89,10 +88,16 @@ def drawn(
         wide: Whether nothing is shortened or left out in a terminal, too.
         colours: A colour for each row, "" for none.
     """
-    (header, *rows), left_out = fitted(columns, None if wide else terminal_width())
+    (header, *rows), left_out = fitted(columns, None if wide else _terminal_width())
     shades = colours or [""] * len(rows)
-    shown = [painted(row, shade) for row, shade in zip(rows, shades, strict=True)]
-    return [painted(header, "bold"), *shown], left_out
+    shown = [_painted(row, shade) for row, shade in zip(rows, shades, strict=True)]
+    return [_painted(header, "bold"), *shown], left_out
+
+
+class _TableLine(str):
+    """A line of a table among lines of words. `prose` does not wrap it."""
+
+    __slots__ = ()
 
 
 class TextTables:
@@ -126,7 +131,7 @@ class TextTables:
         ]
         lines, left_out = drawn(columns, wide=self._wide)
         self.left_out += [name for name in left_out if name not in self.left_out]
-        return lines
+        return [*map(_TableLine, lines)]
 
     def note_left_out(self) -> None:
         """Name on stderr the columns that did not fit, if there are any."""
@@ -140,26 +145,32 @@ def prose(lines: Iterable[str], indent: int, *, wide: bool = False) -> list[str]
     """Return lines of words, wrapped between words to fit the terminal. A word that does not fit stays whole.
 
     Args:
-        lines: The lines. One with a single word behind its label stays whole, so that it can be copied.
+        lines: The lines. Those of `TextTables` stay whole, and one with a single word behind its label, so that it
+            can be copied.
         indent: The columns of the label, which the further rows of a line leave empty.
         wide: Whether nothing is wrapped.
     """
-    width = None if wide else terminal_width()
+    width = None if wide else _terminal_width()
     if width is None:
         return list(lines)
     wrapper = TextWrapper(
         max(width, indent + _LEAST_NAME), subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
-    return [row for line in lines for row in (wrapper.wrap(line) if " " in line[indent:] else [line])]
+
+    def rows(line: str) -> list[str]:
+        stays = isinstance(line, _TableLine) or " " not in line[indent:]
+        return [line] if stays else wrapper.wrap(line)
+
+    return [row for line in lines for row in rows(line)]
 
 
-def terminal_width() -> int | None:
+def _terminal_width() -> int | None:
     """Return the width of the terminal, None if stdout is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def painted(text: str, colour: str) -> str:
+def _painted(text: str, colour: str) -> str:
     """Return text in a colour, if there is one, where stdout is a terminal and NO_COLOR is not set (https://no-color.org)."""
     if (
         not colour
@@ -174,9 +185,10 @@ def painted(text: str, colour: str) -> str:
 def fitted(columns: Sequence[Column], width: int | None) -> tuple[list[str], list[str]]:
     """Return the lines of a table of at most this width, and the names of the columns that were left out.
 
-    Columns are left out if names of 16 characters would not be enough. A table that is still too wide stays so.
+    Columns are left out if names of 16 characters would not be enough. A table that is still too wide stays so. Names
+    of a store may come from anybody, so no cell has a character that a terminal could interpret.
     """
-    shown, left_out = list(columns), []
+    shown, left_out = [replace(column, cells=list(map(printable, column.cells))) for column in columns], []
     while width is not None and _least(shown) > width:
         spare = max(shown, key=lambda column: column.spare)
         if not spare.spare:

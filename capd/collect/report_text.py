@@ -7,7 +7,7 @@ from typing import Any
 
 from capd.collect.report import FIELDS
 from capd.drops import describe_drops, left_out
-from capd_client.process.text import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, human_value, table_lines
 
 __all__ = ["report_lines", "type_lines"]
 
@@ -75,7 +75,7 @@ def type_lines(types: Sequence[Row], draw: Draw = table_lines) -> Sequence[str]:
 def _table(name: str, groups: Sequence[Row], draw: Draw) -> Iterator[str]:
     rows = [
         (
-            "none" if group["value"] is None else str(group["value"]) or '""',
+            human_value(group["value"]),
             human_count(group["records"]),
             human_nbytes(group["raw_bytes"]),
             *(_number(group[each]) for each in _STATISTICS),

@@ -1,20 +1,14 @@
-"""The values of fields in the words of reports, and what a sample has read."""
+"""What a sample has read, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from capd.analyze.groups import Value as FieldValue
 from capd.phrase import Phrase, Value
-from capd_client.process.text import human_count, human_nbytes, printable
+from capd_client.process.text import human_count, human_nbytes
 
-__all__ = ["sample_phrase", "value_text"]
-
-
-def value_text(value: FieldValue) -> str:
-    """Return a field's value for people."""
-    return "none" if value is None else printable(str(value)) or '""'
+__all__ = ["sample_phrase"]
 
 
 def sample_phrase(sample: Mapping[str, Any]) -> Phrase:

@@ -10,9 +10,9 @@ from capd.analyze.hif8_regimes import FINITE_CODES
 from capd.phrase import phrase_text
 from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
-from capd.report.names import sample_phrase, value_text
+from capd.report.names import sample_phrase
 from capd.report.verdict_document import calls_text, verdict_rows
-from capd_client.process.text import human_count, human_nbytes, table_lines
+from capd_client.process.text import human_count, human_nbytes, human_value, table_lines
 
 __all__ = ["report_lines"]
 
@@ -122,7 +122,7 @@ def _about_quantiles(whole: Row) -> str:
 def _groups(fields: Fields, groups: Sequence[Row]) -> Iterator[str]:
     rows = [
         (
-            *([value_text(one[name]) for name in fields] or [""]),
+            *([human_value(one[name]) for name in fields] or [""]),
             human_count(one["records"]),
             human_nbytes(one["raw_bytes"]),
             *(_number(one[name]) for name in _STATISTICS),
@@ -144,7 +144,7 @@ def _errors(groups: Sequence[Row]) -> Iterator[str]:
     """Yield the errors by quant type, tensor name and format, nothing if no format was measured."""
     rows = [
         (
-            *(value_text(one[name]) for name in BY_TENSOR), label, human_count(errors["count"]),
+            *(human_value(one[name]) for name in BY_TENSOR), label, human_count(errors["count"]),
             _decibels(errors), _share(errors["relative"]), _number(errors["cosine"], ".6f"),
             *(_percent(errors[f"{name}_percent"]) for name in ("underflow", "saturation", "flush")),
         )
@@ -164,7 +164,7 @@ def _formats(plain: dict[str, Any]) -> Iterator[str]:
     rows = [row for use in plain["hifp8"] for row in _use_rows(use)]
     yield from table_lines(("HiFP8 of", "regime", *_USE), rows, _USE)
     yield ""
-    rows = [(value_text(one["quant_type"]), one["format"], *_outside(one)) for one in plain["overflow"]]
+    rows = [(human_value(one["quant_type"]), one["format"], *_outside(one)) for one in plain["overflow"]]
     yield from table_lines(("overflow of", "format", *_OUTSIDE, "overflow", "underflow"), rows, _OUTSIDE)
 
 
@@ -178,7 +178,7 @@ def _use_rows(use: Row) -> Iterator[tuple[str, ...]]:
     }
     for one in (*use["regimes"], whole):
         yield (
-            value_text(use["quant_type"]), one["regime"], human_count(one["count"]), _share(one["share"]),
+            human_value(use["quant_type"]), one["regime"], human_count(one["count"]), _share(one["share"]),
             str(one["codes"]), str(one["codes_used"]), _number(one["mean_error"], ".4g"),
             _share(one["relative_error"]), _decibels(one),
         )  # fmt: skip

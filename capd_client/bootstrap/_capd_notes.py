@@ -24,7 +24,7 @@ def note(what: str) -> None:
     if not path:
         # A job of CAPD_WATCH=1 has no `capd run` that could say this.
         if what.startswith("problem "):
-            sys.stderr.write("capd: nothing is captured: " + what[len("problem ") :] + "\n")
+            _say("capd: nothing is captured: " + what[len("problem ") :] + "\n")
         return
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -39,3 +39,12 @@ def note(what: str) -> None:
         pass
     finally:
         os.close(file)
+
+
+def _say(line: str) -> None:
+    # A job may have closed its stderr, or the reader of its pipe may be gone.
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(line)
+    except (OSError, ValueError):
+        pass

@@ -45,11 +45,13 @@ class RingRoom:
     def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
         """Return a slot of `nbytes` and its memory; None if there is no room until `deadline` (time.monotonic).
 
-        A deadline of 0 waits for nothing.
+        With a deadline of 0 neither this thread nor its stream waits.
         """
         taken = self._ring.take(nbytes, 0.0)
         if not self.ordered or nbytes > self._ring.capacity:
             return taken or self._take_landed(nbytes) or self._ring.take(nbytes, deadline)
+        if not deadline:
+            return self._take_free(taken, nbytes)
         slots = [] if taken is None else [taken[0]]
         try:
             while taken is None or self._transfers.gate is not None:
@@ -75,9 +77,7 @@ class RingRoom:
                     or self._transfers.failed
                     or self._stalled == self._transfers.gates
                 ):
-                    # Without a deadline, the call has not waited.
-                    if deadline:
-                        self._stalled = self._transfers.gates
+                    self._stalled = self._transfers.gates
                     break
                 else:
                     time.sleep(_POLL_S)
@@ -85,6 +85,20 @@ class RingRoom:
             # A signal handler of the job may raise here.
             self._ring.give(slots)
             raise
+        return taken
+
+    def _take_free(
+        self, taken: Optional[tuple[Slot, RingMemory]], nbytes: int
+    ) -> Optional[tuple[Slot, RingMemory]]:
+        """Return the slot that was taken, or one whose copy is done, unless a gate is pending.
+
+        A slot behind a gate may still be read by a copy, so its user would have to wait.
+        """
+        if taken is None and self._transfers.gate is None:
+            taken = self._take_landed(nbytes)
+        if taken is not None and self._transfers.gate is not None:
+            self._ring.give([taken[0]])
+            taken = None
         return taken
 
     def _hold_back(self, stream: int) -> None:

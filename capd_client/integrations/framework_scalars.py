@@ -85,8 +85,8 @@ def lightning(result: Any, loop: Any, *_: Any, **__: Any) -> None:
     """Record the loss that a `training_step` returned to Lightning, as "loss"."""
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor):
-        # Lightning divides the loss of every micro-batch by their number.
-        _note("loss", loss, lambda loss: loss * loop.trainer.accumulate_grad_batches)
+        # Lightning divides the loss of every micro-batch by their number, and rounds it to its dtype.
+        _note("loss", loss, lambda loss: loss.to(torch.float64) * loop.trainer.accumulate_grad_batches)
 
 
 def megatron_losses(found: Any) -> None:

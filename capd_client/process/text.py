@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-__all__ = ["brief", "human_count", "human_nbytes", "number_ranges", "printable", "table_lines"]
+__all__ = ["brief", "human_count", "human_nbytes", "human_value", "number_ranges", "printable", "table_lines"]
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[str] = ()) -> list[str]:
@@ -49,6 +49,11 @@ def brief(value: object) -> str:
 def printable(text: str) -> str:
     """Return text with a replacement for every character that a terminal could interpret."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def human_value(value: object) -> str:
+    """Return the value of a field for people: "none" for None, and two quotes for an empty text."""
+    return "none" if value is None else printable(str(value)) or '""'
 
 
 def number_ranges(numbers: Iterable[int]) -> str:

@@ -27,7 +27,7 @@ def scalar(
 
     After an optimizer step, a scalar still belongs to the iteration that the step ended. If no watched model begins the
     iterations, the second scalar of a name after an optimizer step begins the next one, if it comes from the thread of
-    that step.
+    that step. So a loop without a watched model that records a name only in some steps must pass `iteration`.
 
     Args:
         name: The name of the scalar, as in "loss".

@@ -15,7 +15,7 @@ from capd_client.protocol.scalars import scalar_key
 from capd_client.session.starting import AnySession
 from capd_client.steps.checkpointing import in_backward
 from capd_client.steps.context import Context, as_index
-from capd_client.tensors.inspect import PLAIN_TYPES, modes_active, unwrap, without_modes
+from capd_client.tensors.inspect import PLAIN_TYPES, modes_active, unwrap, without_modes, without_single_value
 
 __all__ = ["record", "recorded"]
 
@@ -109,8 +109,8 @@ def _is_of_numpy(value: Any) -> bool:
 def _of_tensor(value: torch.Tensor) -> Union[float, torch.Tensor, str]:
     tensor: Optional[torch.Tensor] = value
     if type(value) not in PLAIN_TYPES:
-        if type(value).__name__ == "DTensor" and not all(one.is_replicate() for one in value.placements):  # type: ignore[attr-defined]
-            return "a DTensor that is not replicated has no single value without a collective; pass full_tensor()"
+        if problem := without_single_value(value):
+            return problem
         tensor, problem = unwrap(value)
         if tensor is None:
             return problem

@@ -15,7 +15,7 @@ from capd_client.graph.operators import Operator, exporting, in_graphs, is_final
 from capd_client.process.dynamo import untraced
 from capd_client.protocol.counter_page import DropReason
 from capd_client.session.current import session
-from capd_client.tensors.inspect import local_part
+from capd_client.tensors.inspect import local_part, without_single_value
 
 __all__ = ["bind", "scalar_in_graph"]
 
@@ -85,6 +85,7 @@ def trace_scalar(value: Optional[torch.Tensor], name: str, iteration: Any, micro
     current = session()
     try:
         problem = obstacle() if name and value is not None else "its value is no number, or its name no str"
+        problem = problem or without_single_value(value)
         if not problem:
             _SCALAR(local_part(value), name, iteration, micro_batch)
         elif current is not None and is_final_trace():

@@ -23,6 +23,7 @@ from capd_client.errors import ConfigError
 from capd_client.process.ranks import RankInfo, distributed_ready, find_rank
 from capd_client.process.text import brief
 from capd_client.protocol.key import MAX_INDEX, Moment
+from capd_client.steps.checkpointing import in_backward
 
 __all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
 
@@ -301,7 +302,8 @@ class Context:
         """Note a step of an optimizer. The next forward or capture belongs to the next iteration."""
         self.dirty = True
         self._first = False
-        self._stepped_by = get_ident()
+        # Autograd's threads run no code of the loop.
+        self._stepped_by = None if in_backward() else get_ident()
         # An evaluation may have ended without notice.
         self.evaluating = False
 

@@ -28,6 +28,7 @@ __all__ = [
     "selectively_checkpointed",
     "unwrap",
     "without_modes",
+    "without_single_value",
 ]
 
 DTYPES: dict[torch.dtype, int] = {
@@ -101,6 +102,15 @@ def unwrap(value: Any) -> tuple[Optional[torch.Tensor], str]:
 def is_pending(tensor: Any) -> bool:
     """Whether a collective is still filling this tensor."""
     return type(local_part(tensor)).__name__ == "AsyncCollectiveTensor"
+
+
+def without_single_value(tensor: Any) -> str:
+    """Return why no rank alone knows the value of this tensor of one element, or the empty string."""
+    if type(tensor).__name__ == "DTensor" and not all(one.is_replicate() for one in tensor.placements):
+        return "a DTensor that is not replicated has no single value without a collective; pass full_tensor()"
+    if is_pending(tensor):
+        return "a collective is still filling it; wait for it first"
+    return ""
 
 
 def selectively_checkpointed() -> bool:

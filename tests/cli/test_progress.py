@@ -20,7 +20,7 @@ def test_the_bar_says_how_far_it_is_and_how_fast() -> None:
 
     line = progress.line(progress.began + 2.0)
 
-    assert line == f"[{'#' * 18}{'.' * 6}] 3 of 4 files, 3.0 MiB, 1.5 MiB/s, 0:01 left"
+    assert line == f"[{'#' * 9}{'.' * 3}] 3 of 4 files, 3.0 MiB, 1.5 MiB/s, 0:01 left"
 
 
 def test_the_time_left_is_said_after_the_first_seconds() -> None:
@@ -31,6 +31,18 @@ def test_the_time_left_is_said_after_the_first_seconds() -> None:
     lines = [progress.line(progress.began + passed) for passed in (1.9, 2.0, 10.0)]
 
     assert [line.partition("/s, ")[2] for line in (nothing, *lines)] == ["", "", "33:18 left", "2:46:30 left"]
+
+
+def test_a_long_line_fits_80_columns() -> None:
+    progress = Progress(20_000, "records", drawn=False)
+    for _ in range(10_000):
+        progress.add(200 << 20)
+
+    line = progress.line(progress.began + 7200.0)
+
+    assert "10,000 of 20,000 records, 1.9 TiB" in line
+    assert line.endswith("2:00:00 left")
+    assert len(line) <= 80
 
 
 def test_it_is_drawn_on_a_terminal_and_gone_at_the_end(second: Path, tmp_path: Path) -> None:

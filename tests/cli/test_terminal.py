@@ -141,6 +141,8 @@ def test_a_plan_fits(tmp_path: Path) -> None:
     narrow, wide = in_terminal("plan", *job), in_terminal("plan", "--wide", *job)
 
     check(narrow)
+    headers = [line.split() for line in plain(narrow) if line.startswith(("module ", "rank "))]
+    assert [header[-1] for header in headers] == ["bytes", "holds"]
     assert "self_attention_query_key_value.input_projection" in wide
     assert "self_attention_query_key_value.input_projection" not in narrow
     assert "parts.…t_projection" in narrow

@@ -49,20 +49,25 @@ def test_the_pages_from_outside_of_docs_exist() -> None:
     assert [source for source in OUTSIDE if not (REPOSITORY / source).is_file()] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_the_first_page_is_short(name: str) -> None:
-    assert len((REPOSITORY / name).read_text().split()) <= 600
+@pytest.mark.parametrize(("name", "most"), [("README.md", 600), ("README.zh.md", 1000)])
+def test_the_first_page_is_short(name: str, most: int) -> None:
+    # Words have a letter or a digit, unlike marks of a table. A Chinese character counts as a word.
+    words = re.findall(
+        r"[\u4e00-\u9fff]|[^\s\u4e00-\u9fff]*[A-Za-z0-9][^\s\u4e00-\u9fff]*", (REPOSITORY / name).read_text()
+    )
+    assert len(words) <= most
 
 
 @pytest.mark.parametrize(
     "variant", ["bare copies", "**capd**", "synchronous `.cpu()` + statistics + `torch.save`"]
 )
-def test_the_first_page_has_the_measured_times(variant: str) -> None:
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_first_page_has_the_measured_times(name: str, variant: str) -> None:
     measured = (REPOSITORY / "docs" / "measurements.md").read_text()
     figure = re.search(rf"^\| {re.escape(variant)} \| \**([\d.]+)", measured, re.MULTILINE)
 
     assert figure
-    assert f"{figure[1]} ×" in (REPOSITORY / "README.md").read_text()
+    assert f"{figure[1]} ×" in (REPOSITORY / name).read_text()
 
 
 def test_the_pictures_are_small_and_each_is_shown_somewhere() -> None:

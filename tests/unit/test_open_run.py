@@ -9,7 +9,7 @@ import pytest
 
 import capd
 from capd.errors import ConfigError, NothingMatched
-from tests.kit.store.cli import run_capd
+from tests.kit.store.cli import damaged, run_capd
 from tests.kit.store.writing import Writer, key
 
 
@@ -60,3 +60,10 @@ def test_what_cannot_be_compared_is_said(run: Path) -> None:
         store.compare(tensor_name="token")
     with pytest.raises(NothingMatched, match="the selection is empty"):
         store.compare(tensor_name="none")
+
+
+def test_records_that_cannot_be_read_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"1 records of .* are left out: .*input#1"):
+        table = capd.open(damaged(tmp_path)).compare(["mxfp8"])
+
+    assert list(table.records) == [3]

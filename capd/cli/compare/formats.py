@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare.request import CompareRequest, name_some, place_of
+from capd.cli.compare.request import CompareRequest, name_some, place_of, shown_metric
 from capd.cli.compare.verdict import print_verdict, verdict_table
 from capd.cli.output import human_count, note, print_lines
 from capd.cli.table import Column, aligned, print_columns
@@ -91,7 +91,7 @@ def _print_table(
     places = [place_of(fields, group) for group, _, _ in rows]
     best = [label == group["best"] for group, label, _ in rows]
     shown = {"sqnr_db": _SHOWN["sqnr_db"], "sqnr_db_error": ("± dB", 0), **_SHOWN} if is_sample else _SHOWN
-    numbers = {name: aligned([_shown(errors, name) for _, _, errors in rows]) for name in shown}
+    numbers = {name: aligned([shown_metric(errors, name) for _, _, errors in rows]) for name in shown}
     columns = [
         *(Column(field, [place[at] for place in places], is_name=True) for at, field in enumerate(fields)),
         Column("format", [label for _, label, _ in rows], is_name=True),
@@ -100,12 +100,6 @@ def _print_table(
         Column("", ["best" if one else "" for one in best]),
     ]
     print_columns(columns, wide=wide, colours=["green" if one else "" for one in best])
-
-
-def _shown(errors: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric as the table has it. Three digits of a cosine would be 1.00 wherever it matters."""
-    value: float | None = errors[name]
-    return value if value is None or name != "cosine" else 1 - value
 
 
 def _print_blocks(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, wide: bool) -> None:

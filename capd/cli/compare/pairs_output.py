@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare.request import CompareRequest, name_some, place_of
+from capd.cli.compare.request import CompareRequest, name_some, place_of, shown_metric
 from capd.cli.output import human_count, human_number, note, print_lines
 from capd.cli.table import Column, aligned, print_columns, prose
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["print_differences", "say_left_out"]
 
 _SHOWN = {
-    "max_abs": "max abs", "relative": "relative", "sqnr_db": "SQNR dB", "cosine": "cosine", "special": "NaN/Inf",
+    "max_abs": "max abs", "relative": "relative", "sqnr_db": "SQNR dB", "cosine": "1 - cosine", "special": "NaN/Inf",
 }  # fmt: skip
 # The order in which a narrow terminal does without them.
 _SPARE = {"relative": 2, "cosine": 3, "special": 1}
+# The digits of scalars. Losses of two runs agree in the first ones.
+_EXACT = 6
 # The number of records that a line on stderr names.
 _NAMED = 3
 # The number of records without a counterpart that the JSON names.
@@ -103,8 +105,8 @@ def _print_scalars(rows: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
         Column("scalar", [row["name"] for row in rows], is_name=True),
         Column("rank", [str(row["rank"]) for row in rows], right=True),
         Column("compared", [human_count(row["compared"]) for row in rows], right=True, spare=1),
-        Column("left, last", aligned([row["left_last"] for row in rows]), right=True),
-        Column("right, last", aligned([row["right_last"] for row in rows]), right=True),
+        Column("left, last", aligned([row["left_last"] for row in rows], _EXACT), right=True),
+        Column("right, last", aligned([row["right_last"] for row in rows], _EXACT), right=True),
         Column("differs from iteration", firsts, right=True),
         Column("max abs", aligned([row["max_abs"] for row in rows]), right=True),
     ]
@@ -139,20 +141,22 @@ def _print_pairs(each: Sequence[Mapping[str, Any]], *, wide: bool) -> None:
 
 def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     return [
-        Column("equal %", aligned([_share(row) for row in rows]), right=True),
+        Column("differ %", aligned([_differing(row) for row in rows]), right=True),
         *(
-            Column(title, aligned([row[name] for row in rows]), right=True, spare=_SPARE.get(name, 0))
+            Column(
+                title,
+                aligned([shown_metric(row, name) for row in rows]),
+                right=True,
+                spare=_SPARE.get(name, 0),
+            )
             for name, title in _SHOWN.items()
         ),
     ]
 
 
-def _share(row: Mapping[str, Any]) -> float | None:
-    return 100 * row["equal"] / row["elements"] if row["elements"] else None
-
-
-def _percent(row: Mapping[str, Any]) -> str:
-    return human_number(_share(row))
+def _differing(row: Mapping[str, Any]) -> float | None:
+    """Return the share of unequal elements in percent. Three digits of the equal ones would be 100 too early."""
+    return 100 * (row["elements"] - row["equal"]) / row["elements"] if row["elements"] else None
 
 
 def _summary(found: Differences, pairs: int) -> list[str]:
@@ -165,11 +169,12 @@ def _summary(found: Differences, pairs: int) -> list[str]:
             else f"none differs by more than {found.tolerance:g} of its largest value"
         )
         return [f"{human_count(compared)} of {human_count(pairs)} pairs compared: {what}"]
-    numbers = ", ".join(f"{name} {human_number(first[key])}" for key, name in _SHOWN.items())
+    unequal = human_number(_differing(first))
+    numbers = ", ".join(f"{name} {human_number(shown_metric(first, key))}" for key, name in _SHOWN.items())
     return [
         f"{human_count(compared)} of {human_count(pairs)} pairs compared, {human_count(found.different)} differ",
         f"first divergence: iteration {first['iteration']}, micro-batch {first['micro_batch']}, rank {first['rank']}: "
-        f"{first['left']} against {first['right']}: {_percent(first)} % of the elements equal, {numbers}",
+        f"{first['left']} against {first['right']}: {unequal} % of the elements differ, {numbers}",
     ]
 
 

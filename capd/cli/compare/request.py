@@ -18,11 +18,12 @@ from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import StoreArgument, default_store
 from capd.errors import ConfigError
 from capd.strict_json import json_number, strict_json
+from capd_client.process.text import human_value
 
 if TYPE_CHECKING:
     from capd.report.gather import GatheredRecords
 
-__all__ = ["CompareRequest", "fields_of", "name_some", "place_of"]
+__all__ = ["CompareRequest", "fields_of", "name_some", "place_of", "shown_metric"]
 
 # The number of left-out records that a line on stderr names.
 _NAMED = 3
@@ -137,7 +138,13 @@ def name_some(noun: str, what: str, names: Sequence[str], total: int | None = No
 
 def place_of(fields: Sequence[str], group: Mapping[str, Any]) -> list[str]:
     """Return a group's values of the fields by which it is grouped, as tables show them."""
-    return ["none" if group[field] is None else str(group[field]) for field in fields]
+    return [human_value(group[field]) for field in fields]
+
+
+def shown_metric(errors: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric as tables have it. Three digits of a cosine would be 1.00 wherever it matters."""
+    value: float | None = errors[name]
+    return value if value is None or name != "cosine" else 1 - value
 
 
 def _cell(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.compare.request import CompareRequest, place_of
+from capd.cli.compare.request import CompareRequest, place_of, shown_metric
 from capd.cli.output import note
 from capd.cli.sources import one_thread_each
 from capd.cli.table import Column, aligned, print_columns
@@ -68,8 +68,8 @@ def _print_table(fields: Sequence[str], groups: Sequence[Mapping[str, Any]], *, 
         Column("exponent", [str(level["exponent"]) for level in levels], right=True),
         *(
             Column(
-                name.replace("_percent", " %"),
-                aligned([level[name] for level in levels]),
+                "1 - cosine" if name == "cosine" else name.replace("_percent", " %"),
+                aligned([shown_metric(level, name) for level in levels]),
                 right=True,
                 spare=spare,
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from capd.cli.output import human_count, print_lines
 from capd.cli.table import Column, aligned, print_columns, prose
+from capd_client.process.text import human_value
 
 __all__ = ["print_verdict", "verdict_table"]
 
@@ -33,7 +34,7 @@ def print_verdict(verdict: Row, *, wide: bool) -> None:
     formats: Sequence[Row] = verdict["formats"]
     if formats:
         left_out = _print_formats(verdict, wide=wide)
-        about = [_ABOUT, *_about_shares(formats, left_out), *_about_products(verdict)]
+        about = [_ABOUT, *_about_shares(formats, left_out), *_about_products(verdict, left_out)]
         print_lines(["", *prose(about, 0, wide=wide), ""])
     print_lines(prose([one["text"] for one in verdict["statements"]], 0, wide=wide))
     if verdict["worst"]:
@@ -104,21 +105,31 @@ def _about_shares(formats: Sequence[Row], left_out: Sequence[str]) -> list[str]:
     return [f"{' and '.join(shown)}: of the worst role."] if shown else []
 
 
-def _about_products(verdict: Row) -> list[str]:
+def _about_products(verdict: Row, left_out: Sequence[str]) -> list[str]:
     calls = verdict["calls"]
-    if not calls or not calls["found"]:
+    products = dict.fromkeys(name for one in verdict["formats"] for name in one["products"])
+    shown = [name for name in products if name not in left_out]
+    # Without any product, this line says why.
+    if not calls or not calls["found"] or (products and not shown):
         return []
     from capd.report.verdict_document import calls_text
 
-    return [f"Y, dX, dW: products of quantised operands, of {calls_text(verdict)}."]
+    return [f"{', '.join(shown) or 'Y, dX, dW'}: products of quantised operands, of {calls_text(verdict)}."]
 
 
 def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:
     """Print the worst tensors. Columns that tell nothing, because all cells agree or are zero, are left out."""
+    names = [one["series"].rpartition("/")[2] for one in worst]
     places = [name for name in ("quant_type", "rank") if len({one[name] for one in worst}) > 1]
+    # A tensor without a module has the same name in all layers.
+    if len({*zip(names, *([one[place] for one in worst] for place in places), strict=True)}) < len(worst):
+        places += [name for name in ("layer", "phase") if len({one[name] for one in worst}) > 1]
     columns = [
-        Column("tensor", [one["series"].rpartition("/")[2] for one in worst], is_name=True),
-        *(Column(name, [str(one[name]) for one in worst], right=name == "rank") for name in places),
+        Column("tensor", names, is_name=True),
+        *(
+            Column(name, [human_value(one[name]) for one in worst], right=name in ("rank", "layer"))
+            for name in places
+        ),
         Column("format", [one["format"] for one in worst], is_name=True),
         Column("SQNR dB", aligned([one["sqnr_db"] for one in worst]), right=True),
     ]

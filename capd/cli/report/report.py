@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
-from capd.cli.completion import format_lists
+from capd.cli.completion import format_lists, store_paths
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
@@ -41,6 +41,7 @@ def report(
             help="A run (NAME.zarr), or a directory of runs: the newest is read. Several are shown side by side. "
             "Default: CAPD_STORE, or store in capd.toml, or captures.",
             show_default=False,
+            autocompletion=store_paths,
         ),
     ] = None,
     out: Annotated[

@@ -193,15 +193,15 @@ def run_collection(
         note(f"interrupted; the same command continues run {run_id}")
         note_undrawn(place.store / f"{run_id}.zarr", place.report)
         raise
-    _report(place.store / f"{run_id}.zarr", directory, state, options.json)
+    run = place.store / f"{run_id}.zarr"
+    has_tensors = _report(run, directory, state, options.json)
     missing = [one for one in state.types if one.quant_type in jobs and not one.collected]
     if missing:
         names = ", ".join(one.quant_type for one in missing)
         note(f"not collected: {names}; the same command with --run-id {run_id} retries them")
     code = reported(_exit_code(missing), place.store, run_id, place.report)
-    run = place.store / f"{run_id}.zarr"
     if not options.json:
-        note_next(run if run.is_dir() else None, command)
+        note_next(run if run.is_dir() else None, command, has_tensors=has_tensors)
     return code
 
 
@@ -289,19 +289,24 @@ def _require(path: str) -> None:
         )
 
 
-def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -> None:
-    """Print the report of a run, and write it into the collection's directory as JSON and as text."""
+def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -> bool:
+    """Print the report of a run, and write it into the collection's directory as JSON and as text.
+
+    Return whether the run has tensors.
+    """
     from capd.collect.report import collection_report
     from capd.collect.report_text import report_lines, type_lines
     from capd.store.read.store import open_store
 
-    tables = TextTables(_NAMES, _SPARE)
+    tables, is_written, store = TextTables(_NAMES, _SPARE), False, None
     if run.is_dir():
-        report = collection_report(open_store(run), state)
+        store = open_store(run)
+        report = collection_report(store, state)
         document, lines = strict_json(report), report_lines(report, tables)
         try:
             write_text(directory / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
             write_text(directory / "report.txt", "".join(f"{line}\n" for line in report_lines(report)))
+            is_written = True
             note(f"the report is in {directory}: report.json, report.txt")
         except OSError as error:
             note(f"the report cannot be written into {directory}: {error.strerror or error}")
@@ -310,5 +315,7 @@ def _report(run: Path, directory: Path, state: CollectionState, as_json: bool) -
         document = {"types": [one.model_dump() for one in state.types]}
         lines = iter(type_lines(document["types"], tables))
     print_either(document, lines, as_json=as_json)
-    if tables.left_out:
-        note(f"left out to fit the terminal: {', '.join(tables.left_out)}; report.txt has all columns")
+    if tables.left_out and not as_json:
+        rest = "; report.txt has all columns" if is_written else ""
+        note(f"left out to fit the terminal: {', '.join(tables.left_out)}{rest}")
+    return store is not None and bool(store.series)

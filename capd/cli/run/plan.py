@@ -13,7 +13,7 @@ import typer
 
 from capd.cli.jobs.settings import JobOptions
 from capd.cli.options import Command, Json, Wide, flag, grouped, option
-from capd.cli.output import note, print_either
+from capd.cli.output import note, print_json, print_lines
 from capd.cli.table import TextTables, prose
 
 if TYPE_CHECKING:
@@ -104,8 +104,11 @@ def plan(
     found = _plan(seen, daemon, ended=code == 0)
     tables = TextTables(("module", "host"), ("dtype", "series", "records", "shape", "link"), wide=wide)
     lines = plan_lines(found, every_series=every_series, draw=tables)
-    print_either(found, prose(lines, _LABEL, wide=wide), as_json=as_json)
-    tables.note_left_out()
+    if as_json:
+        print_json(found)
+    else:
+        print_lines(prose(lines, _LABEL, wide=wide))
+        tables.note_left_out()
     if not all(rank["complete"] for rank in found["ranks"]):
         note("no step of some ranks was finished: their figures cover only the part that ran")
         raise typer.Exit(1)

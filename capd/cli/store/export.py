@@ -102,9 +102,11 @@ def export(
     found = [series for series in opened.series if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
-        why = keys.why_none(series.key for series in opened.series)
-        matched = "only series of statistics match (--to parquet)" if found else why
-        raise NothingMatched(f"nothing to export from {opened.path}: {matched}")
+        if found:
+            raise NothingMatched(
+                f"only series of statistics match in {opened.path}; --to parquet exports them"
+            )
+        raise keys.nothing_in(str(opened.path), (series.key for series in opened.series))
     if len(chosen) < len(found):
         note(
             f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"

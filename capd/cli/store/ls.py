@@ -14,8 +14,8 @@ from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import RunOption, StoreArgument, resolve_run
 from capd.cli.table import Column, in_one_unit, print_columns
-from capd.errors import ConfigError, NothingMatched
-from capd_client.process.text import printable
+from capd.errors import ConfigError
+from capd_client.process.text import human_value
 
 if TYPE_CHECKING:
     from capd.store.read.store import SeriesListing
@@ -84,7 +84,7 @@ def ls(
     opened = open_store(path)
     everything = list_series(opened)
     names = opened.scalars()
-    if scalars or (names and not everything and not tests and not as_json and by is None):
+    if scalars or (names and not everything and not tests and not as_json and by is None and sort is None):
         from capd.cli.store.scalar_tables import list_scalars
 
         if not scalars:
@@ -94,10 +94,7 @@ def ls(
     if not found:
         if as_json:
             print_json([])
-        why = keys.why_none(everything)
-        raise NothingMatched(
-            f"no series in {path} matches the selection: {why}" if tests and everything else f"{path}: {why}"
-        )
+        raise keys.nothing_in(str(path), everything)
     found.sort(key=_order)
     items = [_plain(row) for row in found] if by is None else _count_by(found, by)
     if sort is not None:
@@ -150,9 +147,8 @@ def _of_series(items: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def _of_counts(items: Sequence[dict[str, Any]], field: str) -> list[Column]:
-    values = ["none" if item[field] is None else printable(str(item[field])) or '""' for item in items]
     return [
-        Column(field, values, is_name=True),
+        Column(field, [human_value(item[field]) for item in items], is_name=True),
         Column("series", [human_count(item["series"]) for item in items], right=True),
     ]
 

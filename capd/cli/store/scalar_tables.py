@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from capd.cli.output import human_count, json_number, note, print_json
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import DamagedRecord, NothingMatched
-from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.io.scalar_table import ReadableScalars
@@ -81,7 +80,7 @@ def _columns(shown: Sequence[Scalar]) -> list[Column]:
         return Column(name, [str(value) for value in values], right=True)
 
     return [
-        Column("scalar", [printable(one.name) for one in shown], is_name=True),
+        Column("scalar", [one.name for one in shown], is_name=True),
         whole("rank", [one.rank for one in shown]),
         whole("values", [human_count(len(one)) for one in shown]),
         whole("first iteration", [one.iterations[0] for one in shown]),

@@ -26,7 +26,7 @@ from capd.report.figures.style import (
     value_axis,
 )
 from capd.report.gather import BY_ITERATION, BY_LAYER
-from capd.report.names import value_text
+from capd_client.process.text import human_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +117,7 @@ def _single(panel: Axes, groups: Groups, name: Value, statistic: str, iteration:
     panel.bar_label(drawn, ["-" if value is None else f"{value:.4g}" for value in values], padding=2)
     panel.set_xticks(range(len(types)), [label(one) for one in types])
     panel.margins(y=0.15)
-    panel.set(xlabel=f"iteration {value_text(iteration)}, the only one", ylabel=f"{statistic} of the values")
+    panel.set(xlabel=f"iteration {human_value(iteration)}, the only one", ylabel=f"{statistic} of the values")
 
 
 def _across_layers(panel: Axes, groups: Groups, name: Value, statistic: str) -> None:

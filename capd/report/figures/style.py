@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from capd.analyze.groups import Value
 from capd.report.document import MARK
-from capd.report.names import value_text
 from capd.store.read.series import import_extra
+from capd_client.process.text import human_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -194,7 +194,7 @@ def drawable(value: float | None) -> TypeGuard[float]:
 
 def label(value: Value) -> str:
     """Return a field's value as one short line, whatever its length and content."""
-    text = value_text(value)
+    text = human_value(value)
     if len(text) > _LABEL_CHARACTERS:
         text = f"{text[: _LABEL_CHARACTERS - 1]}…"
     # matplotlib leaves names with an underscore out of legends.

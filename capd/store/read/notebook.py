@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
 
+from capd.errors import DamagedRecord
 from capd.store.format.statistics import Stats, merge_stats
 from capd_client.process.text import human_nbytes
 from capd_client.protocol.key import Key
@@ -68,19 +68,25 @@ def record_html(path: str, record: ShownRecord) -> str:
 
 def series_html(series: ShownSeries) -> str:
     """Return a series as HTML: its key, and the merged statistics of its first 1,000 records."""
-    shown = list(islice(series.records, _MOST_RECORDS))
-    stats = [record.committed_stats for record in shown]
+    read, records = min(len(series.records), _MOST_RECORDS), series.records
+    stats, lost = [], 0
+    for number in range(read):
+        try:
+            stats.append(records[number].committed_stats)
+        except DamagedRecord:
+            lost += 1
     facts = {"dtype": series.dtype, "shape": list(series.shape), "stored": human_nbytes(series.stored_bytes)}
     if series.kept == "statistics":
         facts["kept"] = "statistics alone"
-    more = len(series.records) - len(shown)
-    note = f"<div>Statistics of the first {len(shown):,} records; {more:,} more.</div>" if more else ""
+    more = len(records) - read
+    notes = [f"<div>Statistics of the first {read:,} records; {more:,} more.</div>"] if more else []
+    notes += [f"<div>{lost:,} records are damaged; <code>capd verify</code> says more.</div>"] if lost else []
     return _box(
         f"Series {series.path}",
         [
             _pairs({**msgspec.structs.asdict(series.key), **facts}),
             _statistics([one for one in stats if one is not None]),
-            note,
+            *notes,
         ],
     )
 

@@ -100,7 +100,7 @@ class Store:
         return f"<Store {self.path} with {len(self.series)} series>"
 
     def _repr_html_(self) -> str:
-        return store_html(f"Run {self.path}", self.find())
+        return store_html(f"Run {self.path}", self.series)
 
     @property
     def series(self) -> list[Series]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from capd_client.protocol.key import Moment
+from capd_client.protocol.key import Key, Moment
 from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
 
 Capd = Callable[..., Result]
@@ -173,3 +173,29 @@ def test_a_sample_says_its_error_and_reads_no_part_of_files(capd: Capd, tmp_path
     assert capd("export", tmp_path, "--to", "pt", "-o", tmp_path / "pt").code == 0
     refused = capd("compare", tmp_path / "pt", "--sample", "50%")
     assert (refused.code, "capd import" in refused.err) == (2, True)
+
+
+def test_tensors_without_a_module_are_told_by_their_layer(capd: Capd, tmp_path: Path) -> None:
+    writer, rng = StoreWriter(tmp_path), np.random.default_rng(2)
+    for layer in range(3):
+        key = Key(quant_type="bf16", rank=0, layer=layer, layer_type="attention", tensor_name="query")
+        writer.put("run", key, bf16_bits(rng.normal(size=(8, 32))), "bfloat16", Moment(iteration=0))
+    writer.close()
+
+    lines = capd("compare", tmp_path, "--formats", "mxfp8").out.splitlines()
+    header, *worst = lines[lines.index("The worst tensors, each in the best format of its role:") + 1 :]
+
+    assert header.split()[:2] == ["tensor", "layer"]
+    assert {line.split()[1] for line in worst} == {"0", "1", "2"}
+
+
+def test_no_name_of_a_store_reaches_the_terminal_raw(capd: Capd, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path)
+    evil = linear_key(quant_type="a\x1b[31m", module="m\x1b[2J\n")
+    for one in (evil, linear_key()):
+        writer.put("run", one, bf16_bits(np.ones((4, 32))), "bfloat16", Moment(iteration=0))
+    writer.close()
+
+    for more in ((), ("--by", "module"), ("--by", "quant_type")):
+        done = capd("compare", tmp_path, "--formats", "mxfp8", *more)
+        assert (done.code, "\x1b" in done.out + done.err) == (0, False)

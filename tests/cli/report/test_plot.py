@@ -48,7 +48,8 @@ def test_every_kind_is_drawn_from_a_run(capd: Capd, run: Path, tmp_path: Path, k
 
     assert (done.code, done.err) == (0, "")
     assert done.json == {
-        "kind": kind, "files": [str(out)], "records": 4, "raw_bytes": 4096, "quant_types": ["bf16"], "sample": None, "skipped": [],
+        "kind": kind, "files": [str(out)], "records": 4, "raw_bytes": 4096, "quant_types": ["bf16"],
+        "sample": None, "skipped": [],
     }  # fmt: skip
     assert matplotlib.image.imread(out).shape == (250, 300, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]

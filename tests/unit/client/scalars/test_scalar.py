@@ -286,19 +286,21 @@ def test_a_device_tensor_is_taken_by_a_snapshot_that_nothing_waits_for(
     assert values(peer, "loss") == [float(torch.tensor(0.1, dtype=dtype))]
 
 
+@pytest.mark.parametrize("stream", [0, 1], ids=["same stream", "another stream"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["ring", "ordered ring"])
 def test_a_device_tensor_without_room_is_dropped_at_once_though_captures_would_wait(
-    rig: Callable[..., Rig], ordered: bool
+    rig: Callable[..., Rig], ordered: bool, stream: int
 ) -> None:
     made = rig(FakeDevice(nbytes=4096), by_hand=True, ordered=ordered, policy="block", max_block_ms=60_000.0)
     made.offer(torch.ones(1024))
-    # What the ring holds belongs to another stream.
-    made.device.current = 1
+    # What the ring holds belongs to stream 0.
+    made.device.current = stream
 
     began = time.monotonic()
     made.border.offer_scalar(torch.tensor(1.0), scalar_key("loss", 0), made.session.context.moment())
     assert time.monotonic() - began < 30
     assert made.session.snapshot().dropped == {DropReason.RING_FULL.value: 1}
+    assert not made.device.held_back
 
 
 @pytest.mark.parametrize("policy", ["thin", "stats"])

@@ -111,3 +111,26 @@ def test_with_capture_off_the_call_leaves_the_graph(fresh: pytest.MonkeyPatch) -
 
     loss_of(torch.ones(()))
     assert (counter.frame_count, counter.op_count) == (1, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_distributed_value_is_recorded_if_every_rank_has_it(on: Peer, compiled: bool) -> None:
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+
+    def note(name: str, value: Tensor) -> Tensor:
+        capd_client.scalar(name, value)
+        return value * 2
+
+    call = torch.compile(note, backend="aot_eager") if compiled else note
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name, placement in (("whole", Replicate()), ("part", Partial())):
+            call(name, DTensor.from_local(torch.tensor(3.0), mesh, [placement]))
+    finally:
+        distributed.destroy_process_group()
+
+    assert capd_client.flush(10)
+    assert (values(on, "whole"), values(on, "part")) == ([3.0], [])
+    assert capd_client.counters()["dropped"] == {DropReason.UNSUPPORTED.value: 1}

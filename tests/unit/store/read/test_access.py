@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import capd
-from capd.errors import CapdError, ConfigError, NoSuchRecord, NoSuchSeries
+from capd.errors import CapdError, ConfigError, DamagedRecord, NoSuchRecord, NoSuchSeries
+from capd.store.format.frames import RecordRow
+from capd.store.read.rows import SeriesRows
 from tests.kit.store.writing import Writer, key
 
 PATH = "bf16/rank0/layer0/pre/layers.0.q_proj.forward.input"
@@ -117,3 +119,18 @@ def test_names_from_outside_are_text_in_html(tmp_path: Path) -> None:
 
     for one in (store, store.series[0], store.series[0][0]):
         assert "<script>" not in one._repr_html_()
+
+
+def test_notebooks_show_a_series_with_damaged_records(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = SeriesRows.row
+
+    def lost(rows: SeriesRows, number: int) -> RecordRow:
+        if number == 2:
+            raise DamagedRecord("neither catalog nor frames know it")
+        return row(rows, number)
+
+    monkeypatch.setattr(SeriesRows, "row", lost)
+    shown = capd.open(run)[PATH]._repr_html_()
+
+    assert "1 records are damaged" in shown
+    assert "<svg role" in shown
