@@ -42,15 +42,15 @@ class RingRoom:
         # The number of a gate for which a thread has waited in vain.
         self._stalled = 0
 
-    def take(self, nbytes: int, deadline: float) -> Optional[tuple[Slot, RingMemory]]:
+    def take(self, nbytes: int, deadline: Optional[float]) -> Optional[tuple[Slot, RingMemory]]:
         """Return a slot of `nbytes` and its memory; None if there is no room until `deadline` (time.monotonic).
 
-        With a deadline of 0 neither this thread nor its stream waits.
+        With a deadline of 0 this thread does not wait, but its stream may. Without one, neither waits.
         """
         taken = self._ring.take(nbytes, 0.0)
         if not self.ordered or nbytes > self._ring.capacity:
-            return taken or self._take_landed(nbytes) or self._ring.take(nbytes, deadline)
-        if not deadline:
+            return taken or self._take_landed(nbytes) or self._ring.take(nbytes, deadline or 0.0)
+        if deadline is None:
             return self._take_free(taken, nbytes)
         slots = [] if taken is None else [taken[0]]
         try:
@@ -77,7 +77,9 @@ class RingRoom:
                     or self._transfers.failed
                     or self._stalled == self._transfers.gates
                 ):
-                    self._stalled = self._transfers.gates
+                    # With a deadline of 0, the call has not waited.
+                    if deadline:
+                        self._stalled = self._transfers.gates
                     break
                 else:
                     time.sleep(_POLL_S)

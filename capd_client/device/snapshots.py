@@ -117,7 +117,7 @@ class DeviceStager:
     # -- training threads -------------------------------------------------------------------------------
 
     def snapshot(
-        self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: float
+        self, tensor: torch.Tensor, capture: Capture, dtype: torch.dtype, deadline: Optional[float]
     ) -> Optional[DropReason]:
         """Copy `tensor`, cast to `dtype`, into the ring on the current stream.
 
@@ -127,7 +127,8 @@ class DeviceStager:
             tensor: The tensor.
             capture: The capture of the tensor.
             dtype: The dtype of the copy.
-            deadline: The time (time.monotonic) until which the call may wait for room.
+            deadline: The time (time.monotonic) until which the call may wait for room. None: neither the call nor its
+                stream may wait.
 
         Returns:
             The reason if the copy is impossible, else None.

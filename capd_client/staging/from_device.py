@@ -93,7 +93,7 @@ class FromDevice:
         lent = not described.immutable and stager.holding.wants(described.definition.key, descriptor.nbytes)
         hold = (described.immutable or lent) and descriptor.payload and stager.can_hold(dense, dtype)
         nbytes = descriptor.nbytes
-        deadline = 0.0 if described.definition.is_scalar else stager.deadline()
+        deadline = stager.deadline()
         capture = self._admit(stager, described, hold=hold)
         if capture is None:
             return
@@ -109,7 +109,8 @@ class FromDevice:
             if hold:
                 reason = stager.hold(dense, capture, lent=lent)
             else:
-                reason = stager.snapshot(dense, capture, dtype, deadline)
+                waits = not described.definition.is_scalar
+                reason = stager.snapshot(dense, capture, dtype, deadline if waits else None)
             if reason is DropReason.RING_FULL and self._queue.reduce(capture):
                 descriptor.order = None
                 self._snapshot_row(stager, described, capture, nbytes, deadline, reduced=True)

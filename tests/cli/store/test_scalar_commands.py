@@ -158,7 +158,7 @@ def test_compare_says_where_two_runs_part(capd: Capd, run: Path, tmp_path: Path)
     ]  # fmt: skip
     table = capd("compare", run, other).out
     assert re.search(r"^loss +0 +3 +nan +nan +1 +0\.500$", table, re.MULTILINE)
-    assert re.search(r"^rate +0 +2 +0\.333 +9.* nowhere +0$", table, re.MULTILINE)
+    assert re.search(r"^rate +0 +2 +0\.333333 +9.* nowhere +0$", table, re.MULTILINE)
     assert capd("compare", run, "--between", "rank=0,1", "--json").json["scalars"] == []
 
 

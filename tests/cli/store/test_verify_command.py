@@ -234,4 +234,4 @@ def test_progress_is_shown_on_a_terminal_only(root: Path) -> None:
     os.close(terminal)
 
     assert b"\r" not in out
-    assert b"\rsecond.zarr: " in shown
+    assert b"second.zarr: 0 B checked" in shown
