@@ -42,6 +42,16 @@ def test_a_folder_has_few_files(top: str) -> None:
     assert crowded == {}
 
 
+def test_a_folder_of_the_reports_page_has_few_files() -> None:
+    assets = REPOSITORY / "capd" / "report" / "assets"
+    files = {
+        place.name: [one for one in place.iterdir() if one.is_file()]
+        for place in [assets, *assets.glob("*/")]
+    }
+    assert files.keys() == {"assets", "charts", "sections"}
+    assert {name: len(each) for name, each in files.items() if len(each) > MOST_FILES} == {}
+
+
 def test_every_folder_says_its_one_job_and_contributing_repeats_it() -> None:
     page = (REPOSITORY / "CONTRIBUTING.md").read_text()
     rows = [

@@ -1,17 +1,17 @@
 // The page: where its address leads, its theme and its language.
 
-import { dropCharts, redrawCharts } from "./charts.js";
-import { distributions } from "./distributions.js";
+import { dropCharts, redrawCharts } from "./charts/lines.js";
+import { distributions } from "./sections/distributions.js";
 import { el, named } from "./dom.js";
-import { errors } from "./errors.js";
-import { hifp8 } from "./hifp8.js";
+import { errors } from "./sections/errors.js";
+import { hifp8 } from "./sections/hifp8.js";
 import { LANGUAGES, say, speak, systemLanguage, word } from "./language.js";
-import { boxes, trends } from "./layers.js";
-import { outliers } from "./outliers.js";
-import { overflow } from "./overflow.js";
-import { overview } from "./overview.js";
-import { summary } from "./summary.js";
-import { tensor, tensors } from "./tensors.js";
+import { boxes, trends } from "./sections/layers.js";
+import { outliers } from "./sections/outliers.js";
+import { overflow } from "./sections/overflow.js";
+import { overview } from "./sections/overview.js";
+import { summary } from "./sections/summary.js";
+import { tensor, tensors } from "./sections/tensors.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const PAGES = {

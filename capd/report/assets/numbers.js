@@ -11,6 +11,15 @@ export function num(value) {
   return rounded(value, 4);
 }
 
+/** A text for each of the values of a table, with as many decimals for all: four digits of the largest one. */
+export function aligned(values) {
+  const most = Math.max(0, ...values.map(Math.abs));
+  if (most < 1e-3 || most >= 1e4 || values.every(Number.isInteger)) return num;
+  const decimals = 3 - Math.floor(Math.log10(most));
+  // What these decimals would show as zero, and zero itself, stay as they are.
+  return (value) => (typeof value !== "number" || Math.abs(value) < 10 ** -decimals ? num(value) : value.toFixed(decimals).replace("-", "−"));
+}
+
 /** A number that a format defines. */
 export function exact(value) {
   return rounded(value, 6);

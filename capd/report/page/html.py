@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import posixpath
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -17,7 +18,7 @@ __all__ = ["page_html"]
 
 _ASSETS = files("capd.report") / "assets"
 _ENTRY = "main"
-_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "([./\w]+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|function) (\w+))", re.MULTILINE)
 
 _PAGE = """<!doctype html>
@@ -53,14 +54,14 @@ def page_html(data: Mapping[str, Any]) -> bytes:
     Names in the data are only ever text: they are JSON without a `<`, and scripts put them into text nodes. The policy
     allows exactly these scripts and this style, and no request.
     """
-    style = _asset("uPlot.min.css") + _asset("page.css")
-    chart, script = _asset("uPlot.iife.min.js"), _linked()
+    style = _asset("charts/uPlot.min.css") + _asset("page.css")
+    chart, script = _asset("charts/uPlot.iife.min.js"), _linked()
     return _PAGE.format(
         mark=MARK,
         policy=_policy([chart, script], style),
         title=html.escape(f"{data['title']} · {MARK}"),
         style=style,
-        licence=f"uPlot 1.6.32:\n{_asset('uPlot.LICENSE')}",
+        licence=f"uPlot 1.6.32:\n{_asset('charts/uPlot.LICENSE')}",
         data=_embedded(data),
         chart=chart,
         script=script,
@@ -91,16 +92,20 @@ def _embedded(data: Mapping[str, Any]) -> str:
 def _linked() -> str:
     """Join the entry's module and all its imports to one script, because a single file cannot import modules.
 
-    Each module becomes a function that runs once and returns the module's exports.
+    Each module becomes a function that runs once and returns the module's exports. A module has the name of its file
+    within the assets, without the suffix.
     """
     parts: dict[str, str] = {}
 
     def link(name: str) -> None:
         source = _asset(f"{name}.js")
-        for _, other in _IMPORT.findall(source):
+        for _, address in _IMPORT.findall(source):
+            other = _imported(name, address)
             if other not in parts:
                 link(other)
-        body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_called(found[2])};\n", source)
+        body = _IMPORT.sub(
+            lambda found: f"const {{{found[1]}}} = {_called(_imported(name, found[2]))};\n", source
+        )
         exported = ", ".join(_EXPORT.findall(body))
         parts[name] = (
             f"const {_called(name)} = (() => {{\n{_EXPORT.sub('', body)}return {{ {exported} }};\n}})();\n"
@@ -110,5 +115,9 @@ def _linked() -> str:
     return "".join(parts.values())
 
 
+def _imported(by: str, address: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(by), address))
+
+
 def _called(name: str) -> str:
-    return f"module_{name}"
+    return "module_" + name.replace("/", "_")

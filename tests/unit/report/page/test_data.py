@@ -208,7 +208,7 @@ def test_each_note_has_a_text_on_the_page() -> None:
         (files("capd.report") / "page" / f"{name}.py").read_text()
         for name in ("group_data", "series_data", "scalars_data")
     )
-    texts = (files("capd.report") / "assets" / "overview.js").read_text(encoding="utf-8")
+    texts = (files("capd.report") / "assets" / "sections" / "overview.js").read_text(encoding="utf-8")
     written, known = (
         set(re.findall(pattern, text))
         for pattern, text in ((r'"about": "(\w+)"', source), (r"(\w+): word\(", texts))

@@ -6,14 +6,14 @@ import ast
 import inspect
 import json
 import re
-from importlib.resources import files
 
 from capd import phrase
 from capd.analyze.verdict import sentences as verdict_sentences
 from capd.report import names
 from capd.report.page.plain import METRICS
+from tests.kit.paths import REPOSITORY
 
-ASSETS = files("capd.report") / "assets"
+ASSETS = REPOSITORY / "capd" / "report" / "assets"
 SAID = re.compile(r'\b(?:say|word)\(\s*"((?:[^"\\]|\\.)*)"')
 TEXT = re.compile(
     r"(?:\b(?:section|nothing|table|figure)\(|\b(?:text|label|corner|placeholder|unit): |"
@@ -48,8 +48,8 @@ def sources() -> dict[str, str]:
     """The hand-written scripts that draw the page, by their names."""
     return {
         one.name: one.read_text(encoding="utf-8")
-        for one in ASSETS.iterdir()
-        if one.name.endswith(".js") and not one.name.startswith(("uPlot", "words", "language"))
+        for one in ASSETS.rglob("*.js")
+        if not one.name.startswith(("uPlot", "words", "language"))
     }
 
 

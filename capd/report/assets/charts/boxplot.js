@@ -1,9 +1,9 @@
 // Box plots across layers: a box for each layer and quant type, side by side, on a linear or a signed logarithmic axis.
 
-import { el, scroller, svg } from "./dom.js";
+import { el, scroller, svg } from "../dom.js";
 import { stroke } from "./colours.js";
-import { say } from "./language.js";
-import { num } from "./numbers.js";
+import { say } from "../language.js";
+import { num } from "../numbers.js";
 
 const [HEIGHT, BOTTOM, TOP] = [360, 44, 14];
 const [NARROWEST, WIDEST, GAP, ROOM] = [14, 64, 16, 1500];

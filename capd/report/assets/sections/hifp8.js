@@ -1,14 +1,14 @@
 // HiFloat8 (arXiv 2409.16626): how its regimes and codes are used, and its error by magnitude beside other formats'.
 
-import { chart } from "./charts.js";
-import { SCALES } from "./colours.js";
-import { chosen, distinct, options } from "./controls.js";
-import { el, named, nothing, section } from "./dom.js";
+import { chart } from "../charts/lines.js";
+import { SCALES } from "../charts/colours.js";
+import { chosen, distinct, options } from "../controls.js";
+import { el, named, nothing, section } from "../dom.js";
 import { METRIC_TEXTS, QUICK } from "./errors.js";
-import { heat } from "./heat.js";
-import { say, word } from "./language.js";
-import { count, drawable, layerText, num, power } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { heat } from "../charts/heat.js";
+import { say, word } from "../language.js";
+import { count, drawable, layerText, num, power } from "../numbers.js";
+import { figure, table } from "../tables.js";
 
 const REGIMES = { zero: "x = 0", underflow: "|x| < 2⁻²³ → 0", DML: word("2⁻²³ to 2⁻¹⁵, powers of two"), 0: word("1 to 2"), 1: word("½ to 1, 2 to 4"), 2: word("⅛ to ½, 4 to 16"), 3: word("2⁻⁷ to ⅛, 16 to 2⁸"), 4: word("2⁻¹⁵ to 2⁻⁷, 2⁸ to 1.25·2¹⁵"), overflow: word("beyond 1.25·2¹⁵ → Inf") };
 const HEX = Array.from({ length: 16 }, (_, digit) => ({ value: digit, text: digit.toString(16).toUpperCase() }));

@@ -1,9 +1,9 @@
 // Lines and steps by uPlot, with a legend that the keyboard reaches, and sizes and colours that follow the page.
 
-import { el, svg } from "./dom.js";
+import { el, svg } from "../dom.js";
 import { stroke, themed } from "./colours.js";
-import { say } from "./language.js";
-import { num } from "./numbers.js";
+import { say } from "../language.js";
+import { num } from "../numbers.js";
 
 /* global uPlot */
 const HEIGHT = 300;

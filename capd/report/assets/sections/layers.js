@@ -1,16 +1,16 @@
 // Values across layers as boxes, and statistics over iterations.
 
-import { bars } from "./bars.js";
-import { boxplot } from "./boxplot.js";
-import { chart } from "./charts.js";
-import { chosen, distinct, options } from "./controls.js";
-import { el, named, nothing, section } from "./dom.js";
+import { bars } from "../charts/bars.js";
+import { boxplot } from "../charts/boxplot.js";
+import { chart } from "../charts/lines.js";
+import { chosen, distinct, options } from "../controls.js";
+import { el, named, nothing, section } from "../dom.js";
 import { metricText, QUICK } from "./errors.js";
-import { say, word } from "./language.js";
-import { count, drawable, layerText, num } from "./numbers.js";
+import { say, word } from "../language.js";
+import { count, drawable, layerText, num } from "../numbers.js";
 import { iterationRange, scalars } from "./scalars.js";
-import { spreadOver } from "./spread.js";
-import { figure, table } from "./tables.js";
+import { spreadOver } from "../charts/spread.js";
+import { figure, table } from "../tables.js";
 
 const STATISTICS = [word("mean"), word("std"), word("absmax")];
 const SIDES = [0.01, 0.25, 0.5, 0.75, 0.99]; // of a box and its whiskers

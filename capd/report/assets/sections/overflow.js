@@ -1,13 +1,13 @@
 // What lies outside of each format's range, and what is not finite at all.
 
-import { SCALES } from "./colours.js";
-import { chosen, distinct, options } from "./controls.js";
-import { named, nothing, section } from "./dom.js";
+import { SCALES } from "../charts/colours.js";
+import { chosen, distinct, options } from "../controls.js";
+import { named, nothing, section } from "../dom.js";
 import { QUICK } from "./errors.js";
-import { heat } from "./heat.js";
-import { say, word } from "./language.js";
-import { count, layerText, num } from "./numbers.js";
-import { table } from "./tables.js";
+import { heat } from "../charts/heat.js";
+import { say, word } from "../language.js";
+import { count, layerText, num } from "../numbers.js";
+import { table } from "../tables.js";
 
 const SIGNS = { none: word("○ none"), low: word("◔ low"), moderate: word("◑ moderate"), high: word("● high") };
 const SHARES = { above_percent: word("above (%)"), below_percent: word("below (%)"), flushed_percent: word("flushed (%)") };

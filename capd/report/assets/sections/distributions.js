@@ -1,11 +1,11 @@
 // How values spread over magnitudes, and what each format can hold there.
 
-import { chart } from "./charts.js";
-import { chosen, distinct, options } from "./controls.js";
-import { nothing, section } from "./dom.js";
-import { say } from "./language.js";
-import { count, drawable, exact, num, power } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { chart } from "../charts/lines.js";
+import { chosen, distinct, options } from "../controls.js";
+import { nothing, section } from "../dom.js";
+import { say } from "../language.js";
+import { count, drawable, exact, num, power } from "../numbers.js";
+import { figure, table } from "../tables.js";
 
 const SHOWN = 3;
 const NARROW = 48; // binades: of a wider format, as bf16 is, the axis shows what the values need

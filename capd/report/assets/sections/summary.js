@@ -1,13 +1,13 @@
 // The verdict: each format on each role of tensor, in one colour scale; the verdict in words; the worst tensors.
 
-import { SCALES, ink, shade } from "./colours.js";
-import { el, named, nothing, scroller, section } from "./dom.js";
+import { SCALES, ink, shade } from "../charts/colours.js";
+import { el, named, nothing, scroller, section } from "../dom.js";
 import { QUICK } from "./errors.js";
-import { css, key } from "./heat.js";
-import { say, told, word } from "./language.js";
-import { count, num } from "./numbers.js";
+import { css, key } from "../charts/heat.js";
+import { say, told, word } from "../language.js";
+import { count, num } from "../numbers.js";
 import { runNames } from "./scalars.js";
-import { table } from "./tables.js";
+import { table } from "../tables.js";
 import { seriesPath } from "./tensors.js";
 
 const LEAST_SPAN = 6; // dB: about a bit; smaller differences are no red and green

@@ -1,9 +1,9 @@
 // Heat maps as tables: each cell has its number, so the colour is never alone, and screen readers read them as they are.
 
-import { el, scroller } from "./dom.js";
+import { el, scroller } from "../dom.js";
 import { ink, shade } from "./colours.js";
-import { say } from "./language.js";
-import { num } from "./numbers.js";
+import { say } from "../language.js";
+import { aligned, num } from "../numbers.js";
 
 const STEPS = 24;
 const FEW = 0.1; // of all cells; more than these are no outliers
@@ -51,8 +51,9 @@ export function heat({ label, corner, rows, columns, number, scale, unit, least 
   const cells = rows.map((row) => columns.map((column) => number(row.value, column.value)));
   const finite = cells.flat().filter((value) => typeof value === "number");
   const [low, high] = widened(fences(finite), least);
+  const shown = aligned(finite);
   const drawn = (value) => {
-    const cell = el("td", { class: "number" }, num(value));
+    const cell = el("td", { class: "number" }, shown(value));
     if (typeof value === "number") {
       const colour = shade(scale, high > low ? (value - low) / (high - low) : 0.5);
       cell.style.background = css(colour);

@@ -1,7 +1,7 @@
 // Bars with their numbers: what a line of one point would show.
 
-import { el, named } from "./dom.js";
-import { num } from "./numbers.js";
+import { el, named } from "../dom.js";
+import { num } from "../numbers.js";
 
 /** rows: [{ text, value }]; a value that is no number has no bar. */
 export function bars(label, rows) {

@@ -1,14 +1,14 @@
 // What the report is of: counters, quant types, who has how many records, and what was left out.
 
-import { chosen, distinct, options } from "./controls.js";
-import { el, named, nothing, phrase, section } from "./dom.js";
+import { chosen, distinct, options } from "../controls.js";
+import { el, named, nothing, phrase, section } from "../dom.js";
 import { metricText } from "./errors.js";
-import { heat } from "./heat.js";
-import { say, told, word } from "./language.js";
-import { count, layerText, nbytes, num } from "./numbers.js";
-import { SCALES } from "./colours.js";
+import { heat } from "../charts/heat.js";
+import { say, told, word } from "../language.js";
+import { count, layerText, nbytes, num } from "../numbers.js";
+import { SCALES } from "../charts/colours.js";
 import { recipeText } from "./recipe.js";
-import { table } from "./tables.js";
+import { table } from "../tables.js";
 
 const NOTES = {
   series: word("Tensors: the first {1} of {0} series have their own page; the groups cover all. --layer, --rank and --tensor choose others."),

@@ -1,10 +1,10 @@
 // Scalars over the iterations: what the job recorded beside its tensors, such as its loss.
 
-import { chart } from "./charts.js";
-import { el, section } from "./dom.js";
-import { say, word } from "./language.js";
-import { count, drawable, num } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { chart } from "../charts/lines.js";
+import { el, section } from "../dom.js";
+import { say, word } from "../language.js";
+import { count, drawable, num } from "../numbers.js";
+import { figure, table } from "../tables.js";
 
 const LINES = [{ name: "mean", text: word("mean") }, { name: "min", text: word("smallest") }, { name: "max", text: word("largest") }];
 const HEIGHT = 200;

@@ -1,15 +1,15 @@
 // All tensors, found by name, rank, layer and type; and a page for each.
 
-import { chosen, distinct, options } from "./controls.js";
+import { chosen, distinct, options } from "../controls.js";
 import { magnitudes, scaleControls } from "./distributions.js";
-import { el, named, nothing, section } from "./dom.js";
+import { el, named, nothing, section } from "../dom.js";
 import { errorColumns, errorRows, metricText, QUICK } from "./errors.js";
-import { say, word } from "./language.js";
+import { say, word } from "../language.js";
 import { axisControl, isLogarithmic, overIterations } from "./layers.js";
-import { count, layerText, nbytes, num } from "./numbers.js";
+import { count, layerText, nbytes, num } from "../numbers.js";
 import { recipeText } from "./recipe.js";
-import { spreadOver } from "./spread.js";
-import { table } from "./tables.js";
+import { spreadOver } from "../charts/spread.js";
+import { table } from "../tables.js";
 
 const FILTERS = { quant_type: word("quant type"), rank: word("rank"), layer: word("layer"), layer_type: word("layer type"), tensor_name: word("tensor") };
 const COUNTS = { count: word("count"), zero: word("zero"), nan: "NaN", inf: "Inf" };

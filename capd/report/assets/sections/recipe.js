@@ -1,6 +1,6 @@
 // The recipe of an emulation in words: which products compute in which format (docs/emulation.md).
 
-import { say, word } from "./language.js";
+import { say, word } from "../language.js";
 
 const PARTS = { linear: word("linears"), qk: word("attention's scores"), pv: word("attention's output") };
 const BLOCKLESS = word("one scale for the tensor");

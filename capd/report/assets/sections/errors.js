@@ -1,12 +1,12 @@
 // What each format would do to the captured values: layer by tensor, and tensor by format, coloured.
 
-import { SCALES } from "./colours.js";
-import { chosen, distinct, options } from "./controls.js";
-import { named, nothing, section } from "./dom.js";
-import { heat } from "./heat.js";
-import { say, word } from "./language.js";
-import { layerText, num } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { SCALES } from "../charts/colours.js";
+import { chosen, distinct, options } from "../controls.js";
+import { named, nothing, section } from "../dom.js";
+import { heat } from "../charts/heat.js";
+import { say, word } from "../language.js";
+import { layerText, num } from "../numbers.js";
+import { figure, table } from "../tables.js";
 
 const UNITS = { sqnr_db: "dB", underflow_percent: "%", saturation_percent: "%", flush_percent: "%", lost_percent: "%" };
 const LEAST = { sqnr_db: 6 }; // about one bit

@@ -1,11 +1,11 @@
 // How the magnitudes of a tensor spread while iterations go on: a column for each, coloured by the share of its values.
 
 import { SCALES, shade } from "./colours.js";
-import { el, scroller, svg } from "./dom.js";
+import { el, scroller, svg } from "../dom.js";
 import { css, scaleKey } from "./heat.js";
-import { say } from "./language.js";
-import { count, num, power } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { say } from "../language.js";
+import { count, num, power } from "../numbers.js";
+import { figure, table } from "../tables.js";
 
 const [LEFT, TOP, BOTTOM, ROW] = [70, 8, 42, 11];
 const [NARROWEST, WIDEST, ROOM] = [6, 90, 1500];

@@ -1,12 +1,12 @@
 // Channels that stick out, and the modules that they belong to.
 
-import { chart } from "./charts.js";
-import { chosen, options } from "./controls.js";
-import { el, named, nothing, section } from "./dom.js";
+import { chart } from "../charts/lines.js";
+import { chosen, options } from "../controls.js";
+import { el, named, nothing, section } from "../dom.js";
 import { QUICK } from "./errors.js";
-import { say, word } from "./language.js";
-import { count, drawable, layerText, num } from "./numbers.js";
-import { figure, table } from "./tables.js";
+import { say, word } from "../language.js";
+import { count, drawable, layerText, num } from "../numbers.js";
+import { figure, table } from "../tables.js";
 import { seriesPath } from "./tensors.js";
 
 const MOST = 12; // links to modules below a figure
