@@ -20,7 +20,6 @@ from tests.browser.conftest import ARRIVED, CHROMIUM, Opened
 from tests.kit.paths import REPOSITORY
 
 PICTURES = REPOSITORY / "docs" / "pictures"
-WIDTH = 1280
 QUALITY = 80
 
 
@@ -34,6 +33,7 @@ class Picture(NamedTuple):
     name: str
     place: str = ""
     choices: tuple[tuple[str, str], ...] = ()
+    width: int = 1280
     height: int = 800
     theme: str = "light"
     locale: str = "en-GB"
@@ -43,6 +43,8 @@ SHOTS = (
     Picture("report-light"),
     Picture("report-dark", theme="dark"),
     Picture("report-zh", locale="zh-CN"),
+    Picture("report-phone", width=400, height=800),
+    Picture("report-wide", "tensors", width=1600, height=700),
     Picture("errors", "errors", choices=(("format", "mxfp8"),), height=720),
     Picture("distributions", "distributions", height=720),
 )
@@ -65,7 +67,7 @@ def screenshot(browser: Any, report: Path, picture: Picture) -> bytes:
     """Return a PNG of a part of the report as a browser shows it."""
     context = browser.new_context(
         offline=True,
-        viewport={"width": WIDTH, "height": picture.height},
+        viewport={"width": picture.width, "height": picture.height},
         color_scheme=picture.theme,
         locale=picture.locale,
     )
