@@ -11,11 +11,16 @@ export function num(value) {
   return rounded(value, 4);
 }
 
-/** A text for each of the values of a table, with as many decimals for all: four digits of the largest one. */
-export function aligned(values) {
-  const most = Math.max(0, ...values.map(Math.abs));
-  if (most < 1e-3 || most >= 1e4 || values.every(Number.isInteger)) return num;
-  const decimals = 3 - Math.floor(Math.log10(most));
+/**
+ * What writes the values of a table, with as many decimals for all: at most four digits of the largest one. Values that differ by
+ * more than the factor `span` stay as they are, each with four digits.
+ */
+export function aligned(values, span = Infinity) {
+  const sizes = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
+  const [least, most] = sizes.reduce(([low, high], size) => [Math.min(low, size), Math.max(high, size)], [Infinity, 0]);
+  if (most < 1e-3 || most >= 1e4 || most > span * least) return num;
+  const written = sizes.reduce((longest, size) => Math.max(longest, (String(Number(size.toPrecision(4))).split(".")[1] ?? "").length), 0);
+  const decimals = Math.min(written, 3 - Math.floor(Math.log10(most)));
   // What these decimals would show as zero, and zero itself, stay as they are.
   return (value) => (typeof value !== "number" || Math.abs(value) < 10 ** -decimals ? num(value) : value.toFixed(decimals).replace("-", "−"));
 }

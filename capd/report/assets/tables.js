@@ -2,9 +2,10 @@
 
 import { el, scroller } from "./dom.js";
 import { say } from "./language.js";
-import { count } from "./numbers.js";
+import { aligned, count, num } from "./numbers.js";
 
 const ROWS = 50;
+const SPAN = 10; // of a column whose decimals are aligned: no number loses more than one of its four digits
 
 function compared(one, other) {
   const [left, right] = [one ?? null, other ?? null];
@@ -18,6 +19,7 @@ function compared(one, other) {
  */
 export function table(label, columns, rows) {
   let [sorted, by, down, first] = [rows, -1, false, 0];
+  const shows = columns.map(({ show, value }) => (show === num ? aligned(rows.map(value), SPAN) : show));
   const body = el("tbody");
   const place = el("span", { class: "place", role: "status" });
   const turn = (text, step) => el("button", { type: "button", click: () => { first += step; fill(); } }, text);
@@ -36,9 +38,9 @@ export function table(label, columns, rows) {
   }
 
   function fill() {
-    body.replaceChildren(...sorted.slice(first, first + ROWS).map((row) => el("tr", {}, columns.map((column) => {
+    body.replaceChildren(...sorted.slice(first, first + ROWS).map((row) => el("tr", {}, columns.map((column, at) => {
       const value = column.value(row);
-      return el("td", { class: column.number ? "number" : null }, column.show ? column.show(value, row) : String(value ?? "–"));
+      return el("td", { class: column.number ? "number" : null }, shows[at] ? shows[at](value, row) : String(value ?? "–"));
     }))));
     [back.disabled, on.disabled] = [first === 0, first + ROWS >= sorted.length];
     place.textContent = say("{0} to {1} of {2}", count(Math.min(first + 1, sorted.length)), count(Math.min(first + ROWS, sorted.length)), count(sorted.length));
