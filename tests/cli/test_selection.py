@@ -23,9 +23,9 @@ OPTIONS = [
     [
         ("ls", "--run", "--limit"),
         ("export", "--layer-base", "--jobs"),
-        ("compare", "--layer-base", "--workers"),
-        ("report", "--layer-base", "--workers"),
-        ("plot", "--layer-base", "--workers"),
+        ("compare", "--layer-base", "--sample"),
+        ("report", "--layer-base", "--sample"),
+        ("plot", "--layer-base", "--sample"),
     ],
 )
 def test_a_verb_lists_the_options_in_one_place(capd: Capd, verb: str, before: str, after: str) -> None:

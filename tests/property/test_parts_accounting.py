@@ -196,7 +196,9 @@ class Parts(RuleBasedStateMachine):
         self.finish()
         now = self.queue.snapshot()
         assert (now.in_flight, now.committed) == (0, len(self.store))
-        assert balanced(self.totals(in_work=None), len(self.store))
+        totals = self.totals(in_work=None)
+        assert balanced(totals, len(self.store))
+        assert totals.in_flight == 0, "what is in flight is the rest, so the rest is nothing"
         assert not self.queue.busy
         assert self.queue.slots.take(PAGES * PAGE) is not None, "the arena is whole again"
         assert not self.daemon.files.keys(), "the daemon holds nothing of records that are over"
@@ -261,7 +263,7 @@ class Parts(RuleBasedStateMachine):
     def totals(self, in_work: int | None) -> SessionTotals:
         now = self.queue.snapshot()
         dropped = {DropReason(reason): count for reason, count in now.dropped.items()}
-        page = PageCounters(now.offered, now.in_flight, dropped)
+        page = PageCounters(now.offered, dropped)
         session = self.daemon.session
         return reconcile(page, len(session.done), session.refused_counts, in_work=in_work)
 
