@@ -46,23 +46,25 @@ for _ in range(4):
 LONG = "transformer.decoder.layers.{}.self_attention.query_key_value_projection"
 COMMANDS = [
     ("ls",),
-    ("ls", "--by", "module"),
     ("show", "*layers.0.*input"),
-    ("show", "*layers.0.*input#0"),
     ("stats",),
-    ("stats", "--drops"),
     ("verify",),
     ("export",),
     ("compare",),
+    ("compare", "SELF"),
+    ("doctor", "--quick"),
+    ("config", "show"),
+]
+FURTHER = [
+    ("ls", "--by", "module"),
+    ("show", "*layers.0.*input#0"),
+    ("stats", "--drops"),
     ("compare", "--by", "layer,module,tensor_name"),
     ("compare", "--per-block", "--formats", "mxfp8,nvfp4"),
     ("compare", "--sweep-scale", "--formats", "e4m3"),
     ("compare", "--between", "layer=0,1", "--by", "module", "--ignore", "module"),
     ("compare", "--between", "layer=0,1", "--records", "--ignore", "module"),
-    ("compare", "SELF"),
     ("compare", "SELF", "--records"),
-    ("doctor", "--quick"),
-    ("config", "show"),
 ]
 WITHOUT_STORE = ("doctor", "config")
 
@@ -100,7 +102,11 @@ def check(shown: str) -> None:
         assert len(line) <= COLUMNS or len(line[LABEL:].split()) == 1, line
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS, *(pytest.param(command, marks=pytest.mark.slow) for command in FURTHER)],
+    ids=" ".join,
+)
 def test_every_command_fits_80_columns(command: tuple[str, ...], store: Path) -> None:
     verb, *rest = (str(store) if word == "SELF" else word for word in command)
     place = [] if verb in WITHOUT_STORE else [store]
@@ -149,11 +155,10 @@ def test_a_plan_fits(tmp_path: Path) -> None:
 
 
 def test_colours_are_for_terminals_that_want_them(store: Path) -> None:
-    command = ("compare", store, "--formats", "mxfp8,hifp8")
-
-    assert "\x1b[32m" in in_terminal(*command)
-    assert "\x1b" not in in_terminal(*command, NO_COLOR="1")
-    assert "\x1b" not in in_terminal(*command, TERM="dumb")
+    assert "\x1b[32m" in in_terminal("compare", store, "--formats", "mxfp8,hifp8")
+    assert "\x1b" in in_terminal("ls", store)
+    assert "\x1b" not in in_terminal("ls", store, NO_COLOR="1")
+    assert "\x1b" not in in_terminal("ls", store, TERM="dumb")
 
 
 def test_wide_leaves_nothing_out(store: Path) -> None:
