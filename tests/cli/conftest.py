@@ -34,7 +34,7 @@ def capd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return call
 
 
-@pytest.fixture(params=[0o022, 0o077], ids=["umask 022", "umask 077"])
+@pytest.fixture(params=[0o022, pytest.param(0o077, marks=pytest.mark.slow)], ids=["umask 022", "umask 077"])
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     """The umask of the test: one that lets others read, and one that does not."""
     before = os.umask(request.param)
