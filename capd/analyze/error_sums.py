@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.analyze.blocks import BlockStatistics
 from capd.analyze.exact import RatioSpread, exact, quotient, rounded, weighted
 
-__all__ = ["ErrorSums", "Errors", "decibels", "merged", "percent"]
+__all__ = ["ErrorCounts", "ErrorSums", "Errors", "decibels", "merged", "percent"]
 
 Floats = NDArray[np.float64]
 
@@ -46,34 +46,72 @@ class ErrorSums:
 
 
 @dataclass(slots=True)
-class Errors:
+class ErrorCounts:
+    """The values of any number of records that a format could not keep.
+
+    Attributes:
+        records: The number of tensors.
+        count: N, including all values that the sums leave out.
+        lost: The finite values that became NaN or Inf.
+        underflows: The values that were not zero before and are zero after.
+        saturations: The values with |x| beyond the largest value of the format under the block's scale.
+        flushes: The values with 0 < |x| < the smallest normal value under that scale, all of a block whose scale is 0.
+    """
+
+    records: int = 0
+    count: int = 0
+    lost: int = 0
+    underflows: int = 0
+    saturations: int = 0
+    flushes: int = 0
+
+    def add_counts(self, other: ErrorCounts) -> None:
+        """Add the counts of other records."""
+        self.records += other.records
+        self.count += other.count
+        self.lost += other.lost
+        self.underflows += other.underflows
+        self.saturations += other.saturations
+        self.flushes += other.flushes
+
+    @property
+    def underflow_percent(self) -> float | None:
+        """100 * underflows / N (TransformerEngine's `underflows%`: non-zero in, zero out)."""
+        return percent(self.underflows, self.count)
+
+    @property
+    def saturation_percent(self) -> float | None:
+        """100 * saturations / N: finite values beyond the largest one (TransformerEngine's `overflows%`)."""
+        return percent(self.saturations, self.count)
+
+    @property
+    def flush_percent(self) -> float | None:
+        """100 * flushes / N: values below the smallest normal value, which lose precision (tensor_saver's tools)."""
+        return percent(self.flushes, self.count)
+
+    @property
+    def lost_percent(self) -> float | None:
+        """100 * lost / N."""
+        return percent(self.lost, self.count)
+
+
+@dataclass(slots=True)
+class Errors(ErrorCounts):
     """Errors of any number of records. `add` is exactly associative and commutative. Not thread-safe.
 
     Properties that divide by a sum are None if the sum is 0.
 
     Attributes:
-        records: The number of tensors.
-        count: N, including all values that the sums leave out.
         nan: The NaN of the input.
         inf: The Inf of the input.
-        lost: The finite values that became NaN or Inf.
-        underflows: The values that were not zero before and are zero after.
-        saturations: The values with |x| beyond the largest value of the format under the block's scale.
-        flushes: The values with 0 < |x| < the smallest normal value under that scale, all of a block whose scale is 0.
         absmax: max|x| over the compared values.
         max_abs: max|d| over the compared values.
         blocks: The blocks, None for a format without scales.
         spread: The spread of Σd² / Σx² over several records, None for one.
     """
 
-    records: int = 0
-    count: int = 0
     nan: int = 0
     inf: int = 0
-    lost: int = 0
-    underflows: int = 0
-    saturations: int = 0
-    flushes: int = 0
     absmax: float = 0.0
     max_abs: float = 0.0
     sums: ErrorSums = field(default_factory=ErrorSums)
@@ -85,14 +123,9 @@ class Errors:
         spread = self._spread()
         spread.add(other._spread())
         self.spread = spread
-        self.records += other.records
-        self.count += other.count
+        self.add_counts(other)
         self.nan += other.nan
         self.inf += other.inf
-        self.lost += other.lost
-        self.underflows += other.underflows
-        self.saturations += other.saturations
-        self.flushes += other.flushes
         self.absmax = max(self.absmax, other.absmax)
         self.max_abs = max(self.max_abs, other.max_abs)
         self.sums.add(other.sums)
@@ -183,26 +216,6 @@ class Errors:
         if not self.absmax or self.mse is None:
             return None
         return math.inf if not self.mse else 20 * math.log10(self.absmax) - 10 * math.log10(self.mse)
-
-    @property
-    def underflow_percent(self) -> float | None:
-        """100 * underflows / N (TransformerEngine's `underflows%`: non-zero in, zero out)."""
-        return percent(self.underflows, self.count)
-
-    @property
-    def saturation_percent(self) -> float | None:
-        """100 * saturations / N: finite values beyond the largest one (TransformerEngine's `overflows%`)."""
-        return percent(self.saturations, self.count)
-
-    @property
-    def flush_percent(self) -> float | None:
-        """100 * flushes / N: values below the smallest normal value, which lose precision (tensor_saver's tools)."""
-        return percent(self.flushes, self.count)
-
-    @property
-    def lost_percent(self) -> float | None:
-        """100 * lost / N."""
-        return percent(self.lost, self.count)
 
     def _spread(self) -> RatioSpread:
         if self.spread is not None:

@@ -151,7 +151,7 @@ def _run(ctx: typer.Context) -> Path:
 
 
 def _place(ctx: typer.Context) -> Path:
-    """Return STORE, or the default store. Behind an option that still lacks its value, STORE is no parameter yet."""
+    """Return STORE, or the default store. After an option that still lacks its value, STORE is no parameter yet."""
     return Path(ctx.params.get("store") or next(iter(ctx.args), None) or _default_store())
 
 

@@ -145,7 +145,7 @@ def prose(lines: Iterable[str], indent: int, *, wide: bool = False) -> list[str]
     """Return lines of words, wrapped between words to fit the terminal. A word that does not fit stays whole.
 
     Args:
-        lines: The lines. Those of `TextTables` stay whole, and one with a single word behind its label, so that it
+        lines: The lines. Those of `TextTables` stay whole, and one with a single word after its label, so that it
             can be copied.
         indent: The columns of the label, which the further rows of a line leave empty.
         wide: Whether nothing is wrapped.

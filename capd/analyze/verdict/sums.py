@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from capd.analyze.error_sums import Errors, decibels, percent
+from capd.analyze.error_sums import ErrorCounts, Errors, decibels
 from capd.analyze.exact import rounded
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.verdict.levels import levels_of
@@ -22,15 +22,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(slots=True)
-class TensorError:
+class TensorError(ErrorCounts):
     """The error of one format on one tensor, with float64 sums: 150 bytes, where exact sums take some KiB."""
 
-    records: int = 0
-    count: int = 0
-    lost: int = 0
-    underflows: int = 0
-    saturations: int = 0
-    flushes: int = 0
     signal: float = 0.0
     noise: float = 0.0
     # Of the records with a finite SQNR: their number, and the sums of the SQNRs in dB and of the squares.
@@ -40,28 +34,14 @@ class TensorError:
 
     def add(self, errors: Errors) -> None:
         """Add the errors of one record."""
-        self.add_sums(
-            TensorError(
-                errors.records, errors.count, errors.lost, errors.underflows, errors.saturations, errors.flushes,
-                rounded(errors.sums.x2), rounded(errors.sums.d2),
-            )
-        )  # fmt: skip
+        self.add_counts(errors)
+        self.signal += rounded(errors.sums.x2)
+        self.noise += rounded(errors.sums.d2)
         level = errors.sqnr_db
         if level is not None and math.isfinite(level):
             self.levels += 1
             self.level_sum += level
             self.level_squares += level * level
-
-    def add_sums(self, other: TensorError) -> None:
-        """Add the counts and sums of another tensor, but not its records' SQNRs."""
-        self.records += other.records
-        self.count += other.count
-        self.lost += other.lost
-        self.underflows += other.underflows
-        self.saturations += other.saturations
-        self.flushes += other.flushes
-        self.signal += other.signal
-        self.noise += other.noise
 
     @property
     def sqnr_db(self) -> float | None:
@@ -75,21 +55,6 @@ class TensorError:
             return None
         squares = self.level_squares - self.level_sum**2 / self.levels
         return math.sqrt(max(0.0, squares) / (self.levels - 1) / self.levels)
-
-    @property
-    def underflow_percent(self) -> float | None:
-        """100 * underflows / count."""
-        return percent(self.underflows, self.count)
-
-    @property
-    def saturation_percent(self) -> float | None:
-        """100 * saturations / count."""
-        return percent(self.saturations, self.count)
-
-    @property
-    def flush_percent(self) -> float | None:
-        """100 * flushes / count."""
-        return percent(self.flushes, self.count)
 
 
 @dataclass(slots=True)
@@ -172,11 +137,11 @@ class VerdictSums:
         )
 
     def _score(self, choice: FormatChoice, tensors: Sequence[_Tensor], taken: int) -> Score:
-        label, spec, whole = choice.label, choice.spec, TensorError()
+        label, spec, whole = choice.label, choice.spec, ErrorCounts()
         values, errors = [], []
         for one in tensors:
             error = one.errors[label]
-            whole.add_sums(error)
+            whole.add_counts(error)
             if error.sqnr_db is not None:
                 values.append(error.sqnr_db)
                 errors.append(error.sqnr_db_error if one.unread else 0.0)

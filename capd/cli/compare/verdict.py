@@ -12,7 +12,7 @@ from capd_client.process.text import human_value
 __all__ = ["print_verdict", "verdict_table"]
 
 Row = Mapping[str, Any]
-_ABOUT = "SQNR in dB that nine of ten tensors reach, and behind it that of the median tensor; * is the best of a role."
+_ABOUT = "SQNR in dB that nine of ten tensors reach, then that of the median tensor; * is the best of a role."
 _SHARES = (("zero %", "underflow_percent", 2), ("sat. %", "saturation_percent", 3))
 
 
@@ -135,7 +135,7 @@ def _print_worst(worst: Sequence[Row], *, wide: bool) -> None:
     ]
     if any(one["lost"] for one in worst):
         columns.append(Column("lost", [human_count(one["lost"]) for one in worst], right=True))
-    for title, name, spare in (("zero %", "underflow_percent", 1), ("sat. %", "saturation_percent", 2)):
+    for title, name, spare in _SHARES:
         if any(one[name] for one in worst):
             columns.append(Column(title, aligned([one[name] for one in worst]), right=True, spare=spare))
     print_columns(columns, wide=wide)

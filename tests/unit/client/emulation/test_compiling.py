@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from capd_client import emulate
+from tests.kit.client.compiled_models import COMPILING
 from tests.kit.client.models import non_reentrant
 from tests.kit.emulated.models import RECIPES, Layer, Model, inputs, step
 from tests.kit.tiers import rows
 
 pytestmark = [
-    pytest.mark.usefixtures("forget_graphs"),
-    # what torch itself warns of while it compiles
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    *COMPILING,
     pytest.mark.filterwarnings("ignore:.*autograd.*should not be instantiated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture
-def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,27 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tqdm import tqdm
 
 import capd_client
 from capd_client.graph import operators
 from capd_client.protocol.key import Key
+from tests.kit.client.compiled_models import COMPILING
 from tests.kit.client.peer import Peer
 from tests.kit.tiers import rows
 
-pytestmark = [  # what torch itself warns of while it compiles, with and without capd
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = COMPILING
 
 
 def values(peer: Peer, tensor_name: str) -> list[list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -12,26 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from tqdm import tqdm
 
 import capd_client
 from capd_client.protocol.counter_page import DropReason
+from tests.kit.client.compiled_models import COMPILING
 from tests.kit.client.peer import Peer
 from tests.kit.tiers import rows
 
-pytestmark = [  # what torch itself warns of while it compiles, with and without capd
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # the compiler's progress bars leave a thread behind
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = COMPILING
 
 
 def values(peer: Peer, name: str) -> list[float]:
