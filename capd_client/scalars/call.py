@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from capd_client.errors import ConfigError
 from capd_client.process.dynamo import traced_as, untraced
-from capd_client.scalars import traced
-from capd_client.scalars.recording import record
-from capd_client.session import current as process
-from capd_client.steps.checkpointing import in_backward, repeating
-from capd_client.steps.trial_runs import trying
+from capd_client.scalars import eager
+from capd_client.scalars.traced import scalar_in_graph
 
 __all__ = ["scalar"]
 
 
-@traced_as(traced.scalar_in_graph)
+@traced_as(scalar_in_graph)
 @untraced
 def scalar(
     name: str, value: Any, *, iteration: Optional[int] = None, micro_batch: Optional[int] = None
@@ -39,20 +35,4 @@ def scalar(
     Raises:
         ConfigError: The name or an index is unusable. Only with CAPD_STRICT=1; otherwise the call counts as a drop.
     """
-    current = process.session()
-    if current is None:
-        return
-    # When activation checkpointing runs the call again, its first pass has recorded the scalar already.
-    if trying() or (in_backward() and repeating()):
-        return
-    try:
-        record(current, name, value, iteration, micro_batch)
-    except ConfigError as error:
-        current.drop_invalid(str(error))
-        if current.config.strict:
-            raise
-    except Exception as error:
-        current.drop_internal("scalar()", error)
-
-
-traced.bind(scalar)
+    eager.scalar(name, value, iteration=iteration, micro_batch=micro_batch)

@@ -6,34 +6,20 @@ graph and runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
 
 from capd_client.graph.operators import Operator, exporting, in_graphs, is_final_trace, obstacle, usable
-from capd_client.process.dynamo import untraced
 from capd_client.protocol.counter_page import DropReason
+from capd_client.scalars import eager
 from capd_client.session.current import session
 from capd_client.tensors.inspect import local_part, without_single_value
 
-__all__ = ["bind", "scalar_in_graph"]
+__all__ = ["scalar_in_graph"]
 
 # A graph has integers of 64 bits.
 _INTEGERS = 1 << 63
-_scalar: Optional[Callable[..., None]] = None
-
-
-def bind(scalar: Callable[..., None]) -> None:
-    """Set the function that the operator calls at run time: `scalar`. Its module imports this one, so it is passed."""
-    global _scalar
-    _scalar = scalar
-
-
-@untraced
-def _record(name: Any, value: Any, **given: Any) -> None:
-    if _scalar is not None:
-        _scalar(name, value, **given)
 
 
 def scalar_in_graph(name: Any, value: Any, **given: Any) -> None:
@@ -45,7 +31,7 @@ def scalar_in_graph(name: Any, value: Any, **given: Any) -> None:
     if treatment == "off":
         return
     if treatment == "outside":
-        _record(name, value, **given)
+        eager.scalar(name, value, **given)
         return
     number: Optional[torch.Tensor] = None
     if isinstance(value, torch.Tensor):
@@ -97,7 +83,7 @@ def trace_scalar(value: Optional[torch.Tensor], name: str, iteration: Any, micro
 
 
 def _run(value: torch.Tensor, name: str, iteration: Any, micro_batch: Any) -> None:
-    _record(name, value, iteration=iteration, micro_batch=micro_batch)
+    eager.scalar(name, value, iteration=iteration, micro_batch=micro_batch)
 
 
 _SCALAR = Operator(

@@ -8,6 +8,7 @@ import numpy as np
 
 from capd.report.page.group_data import Notes
 from capd.report.page.plain import rounded
+from capd.report.scalars.scalar_lines import reduced
 
 __all__ = ["scalars_data"]
 
@@ -17,8 +18,7 @@ _MOST_SCALARS, _MOST_POINTS = 40, 400
 def scalars_data(plain: dict[str, Any], notes: Notes) -> list[dict[str, Any]]:
     """Return the lines of the scalars of `plain`, the report's document.
 
-    A long line is cut into equal parts. Each is drawn at its last iteration, by its mean, minimum and maximum, so that
-    no spike and no NaN disappears.
+    A long line is cut into equal parts. Each is drawn at its last iteration, by its mean, minimum and maximum.
     """
     lines = plain["scalars"]
     if len(lines) > _MOST_SCALARS:
@@ -31,15 +31,7 @@ def scalars_data(plain: dict[str, Any], notes: Notes) -> list[dict[str, Any]]:
 def _drawn(line: dict[str, Any]) -> dict[str, Any]:
     found = len(line["iteration"])
     parts = min(found, _MOST_POINTS)
-    first = np.arange(parts) * found // max(1, parts)
-    counts = np.diff(np.append(first, found))
-    mean, least, most = (np.array(line[name], np.float64) for name in ("mean", "min", "max"))
-    # A NaN makes the mean NaN, and so do infinities of both signs.
-    with np.errstate(invalid="ignore", over="ignore"):
-        drawn = {
-            "mean": np.add.reduceat(mean, first) / counts,
-            "min": np.fmin.reduceat(least, first),
-            "max": np.fmax.reduceat(most, first),
-        }
-    last = [line["iteration"][place] for place in first + counts - 1]
-    return {**line, "iteration": last, **{name: rounded(values.tolist()) for name, values in drawn.items()}}
+    first = np.arange(parts) * found // parts
+    drawn = reduced({name: np.array(line[name], np.float64) for name in ("mean", "min", "max")}, first)
+    last = [line["iteration"][place - 1] for place in (*first[1:], found)]
+    return {**line, "iteration": last, **{name: rounded(values) for name, values in drawn.items()}}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from capd.io.items import Skipped
 from capd.io.scalar_table import readable_scalars
 from capd.store.read.scalars import Scalar
 from capd.store.read.store import open_store
 
-__all__ = ["scalar_lines"]
+__all__ = ["reduced", "scalar_lines"]
+
+Floats = NDArray[np.float64]
 
 
 def scalar_lines(sources: Sequence[str]) -> tuple[list[dict[str, Any]], list[Skipped]]:
@@ -39,15 +42,27 @@ def _line(ranks: Sequence[Scalar]) -> dict[str, Any]:
     order = np.argsort(at, kind="stable")
     at, values = at[order], values[order]
     iterations, first = np.unique(at, return_index=True)
-    counts = np.diff(np.append(first, at.size))
-    # A NaN makes the mean NaN, and so do infinities of both signs.
-    with np.errstate(invalid="ignore", over="ignore"):
-        mean = np.add.reduceat(values, first) / counts
     return {
         "ranks": len(ranks),
         "values": at.size,
         "iteration": iterations.tolist(),
+        **reduced({"mean": values, "min": values, "max": values}, first),
+    }
+
+
+def reduced(line: Mapping[str, Floats], first: NDArray[np.intp]) -> dict[str, list[float]]:
+    """Return the mean, the minimum and the maximum of each part of a line, so that no spike and no NaN disappears.
+
+    Args:
+        line: `mean`, `min` and `max` of each entry.
+        first: The first entry of each part.
+    """
+    counts = np.diff(np.append(first, line["mean"].size))
+    # A NaN makes the mean NaN, and so do infinities of both signs.
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.add.reduceat(line["mean"], first) / counts
+    return {
         "mean": mean.tolist(),
-        "min": np.fmin.reduceat(values, first).tolist(),
-        "max": np.fmax.reduceat(values, first).tolist(),
+        "min": np.fmin.reduceat(line["min"], first).tolist(),
+        "max": np.fmax.reduceat(line["max"], first).tolist(),
     }

@@ -46,6 +46,7 @@ def count() -> None:
     for number in itertools.count():
         capd_client.scalar("number", number / 3, iteration=number)
         print(number, flush=True)
+        # The pace of the job, for which nothing waits. A scalar never waits either: at full speed some find no room.
         time.sleep(0.0005)
 
 
