@@ -108,7 +108,7 @@ def capture(
             # A backward belongs to the iteration of its forward, even if an optimizer steps in it.
             if context.dirty and not in_backward:
                 context.begin_if_dirty()
-            call = context.next_call(id(key), context.iteration, context.micro_batch)
+            call = context.calls.next(id(key), context.iteration, context.micro_batch)
             moment = context.moment(call=call)
         else:
             moment = moment_of(context, key, (iteration, micro_batch, sample_idx, batch_idx, sequence_idx))

@@ -88,7 +88,7 @@ def moment_of(context: Context, key: Key, overrides: tuple[Any, ...]) -> Moment:
     return context.moment_at(
         iteration,
         micro_batch,
-        context.next_call(id(key), iteration, micro_batch),
+        context.calls.next(id(key), iteration, micro_batch),
         context.sample_idx if sample_idx is None else sample_idx,
         context.batch_idx if batch_idx is None else batch_idx,
         context.sequence_idx if sequence_idx is None else sequence_idx,

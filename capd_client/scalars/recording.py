@@ -54,7 +54,7 @@ def record(
 
 def recorded(context: Context, name: str) -> bool:
     """Return whether this iteration has a scalar of this name already."""
-    return context.has_counted(id(_key(name, context.bind())))
+    return context.calls.has(id(_key(name, context.bind())), context.iteration)
 
 
 def _key(name: str, rank: int) -> Key:
@@ -81,7 +81,7 @@ def _moment(context: Context, key: Key, iteration: Optional[int], micro_batch: O
         number = as_index("iteration", iteration)
         context.reach(number)
     part = context.micro_batch if micro_batch is None else as_index("micro_batch", micro_batch)
-    call = context.next_call(id(key), number, part)
+    call = context.calls.next(id(key), number, part)
     return context.moment_at(number, part, call, context.sample_idx, context.batch_idx, context.sequence_idx)
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import count
 from threading import get_ident
 from typing import Any, Optional, TypeVar
 
@@ -23,6 +21,7 @@ from capd_client.errors import ConfigError
 from capd_client.process.ranks import RankInfo, distributed_ready, find_rank
 from capd_client.process.text import brief
 from capd_client.protocol.key import MAX_INDEX, Moment
+from capd_client.steps.call_numbers import CallNumbers
 from capd_client.steps.checkpointing import in_backward
 
 __all__ = ["MOMENT_FIELDS", "Context", "Counter", "as_index"]
@@ -33,8 +32,6 @@ MOMENT_FIELDS = ("iteration", "micro_batch", "sample_idx", "batch_idx", "sequenc
 # Returns iteration and micro-batch. None: unknown.
 Counter = Callable[[], tuple[Optional[int], Optional[int]]]
 _Owned = TypeVar("_Owned")
-# The micro-batches whose call ordinals are remembered.
-_REMEMBERED = 64
 
 
 def as_index(name: str, value: Any) -> int:
@@ -119,9 +116,7 @@ class Context:
         self._on_iteration = on_iteration
         self.on_endless = on_endless
         self._owned: dict[type, Any] = {}
-        self._ordinals: OrderedDict[tuple[int, int], dict[object, count[int]]] = OrderedDict()
-        # The newest entry of `_ordinals`: its moment, and its counters.
-        self._counting: tuple[tuple[int, int], dict[object, count[int]]] = ((-1, -1), {})
+        self.calls = CallNumbers()
 
     def owned(self, kind: type[_Owned], make: Callable[[], _Owned]) -> _Owned:
         """Return the one object of this class that belongs to the context. The first call makes it.
@@ -287,11 +282,11 @@ class Context:
         Scalars of other threads, such as a monitor's, begin none.
 
         Args:
-            identity: The scalar, as in `next_call`.
+            identity: The scalar, as in `CallNumbers.next`.
         """
         if self._stepped_by not in (None, get_ident()):
             return
-        if self._first or (not self._by_forwards and self.has_counted(identity)):
+        if self._first or (not self._by_forwards and self.calls.has(identity, self.iteration)):
             self.begin_if_dirty()
 
     def forwards_end(self) -> None:
@@ -363,24 +358,3 @@ class Context:
         return Moment(
             iteration, micro_batch, call, sample_idx, batch_idx, sequence_idx, attempt, time.time_ns()
         )
-
-    def next_call(self, identity: object, iteration: int, micro_batch: int) -> int:
-        """Return how often `identity` was counted before in this micro-batch: 0, 1, 2, … (explicit captures).
-
-        No two threads get the same number, because each step below is atomic in the interpreter.
-        """
-        moment, calls = self._counting
-        if moment[0] != iteration or moment[1] != micro_batch:
-            calls = self._ordinals.setdefault((iteration, micro_batch), {})
-            self._counting = ((iteration, micro_batch), calls)
-            if len(self._ordinals) > _REMEMBERED:
-                self._ordinals.popitem(last=False)
-        counter = calls.get(identity)
-        if counter is None:
-            counter = calls.setdefault(identity, count())
-        return next(counter)
-
-    def has_counted(self, identity: object) -> bool:
-        """Return whether `next_call` has counted `identity` in this iteration."""
-        ordinals = tuple(self._ordinals.items())
-        return any(identity in calls for (iteration, _), calls in ordinals if iteration == self.iteration)

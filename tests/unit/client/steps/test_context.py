@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 import torch
@@ -117,34 +114,6 @@ def test_integers_of_other_kinds_are_taken() -> None:
     assert context.moment().iteration == 4
     assert type(context.moment().iteration) is int
     assert type(context.moment().batch_idx) is int
-
-
-def test_calls_are_counted_per_key_within_a_micro_batch() -> None:
-    context = Context(environ={})
-    assert [context.next_call("a", 0, 0) for _ in range(3)] == [0, 1, 2]
-    assert context.next_call("b", 0, 0) == 0
-    assert context.next_call("a", 0, 1) == 0
-    assert context.next_call("a", 0, 0) == 3
-    for iteration in range(1, 1000):
-        context.next_call("a", iteration, 0)
-    assert len(context._ordinals) <= 64
-
-
-def test_calls_of_threads_at_one_moment_have_numbers_of_their_own() -> None:
-    context, together = Context(environ={}), Barrier(4)
-
-    def count_calls(_: int) -> list[int]:
-        together.wait()
-        return [context.next_call("a", 0, 0) for _ in range(100_000)]
-
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            counted = list(threads.map(count_calls, range(4)))
-    finally:
-        sys.setswitchinterval(switching)
-    assert sorted(call for calls in counted for call in calls) == list(range(4 * 100_000))
 
 
 @pytest.mark.parametrize(
