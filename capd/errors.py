@@ -7,6 +7,7 @@ CapdError (capd_client.errors)
 │   ├── StoreBusy          another daemon owns the store root on this node             exit 7
 │   ├── StoreFull          out of disk space or over a budget                          exit 6
 │   ├── NotAStore          nothing, a foreign hierarchy, or a newer format             exit 1
+│   │   └── RemovedRun     the run was removed; tells when and by whom                 exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
 ├── NoSuchRecord           a series has no record with this index (an IndexError, too)  exit 1
 ├── NoSuchSeries           a run has no series with this path (a KeyError, too)         exit 1
@@ -24,7 +25,7 @@ from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
     "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
-    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "StoreBusy", "StoreError", "StoreFull",
+    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "RemovedRun", "StoreBusy", "StoreError", "StoreFull",
     "exit_code_of",
 ]  # fmt: skip
 
@@ -62,6 +63,10 @@ class StoreFull(StoreError):
 
 class NotAStore(StoreError):
     """The path holds no capd run, or one of a format this version cannot read."""
+
+
+class RemovedRun(NotAStore):
+    """The run was removed; names the date, the user and the remedy."""
 
 
 class DamagedRecord(StoreError):

@@ -6,20 +6,35 @@ import contextlib
 import fcntl
 import os
 import select
+import shlex
 import signal
 import struct
 import time
 
-__all__ = ["RETURN_S", "OtherProcess", "RankProcess", "has_ended", "how_ended"]
+__all__ = ["RETURN_S", "OtherProcess", "RankProcess", "command_of", "has_ended", "how_ended"]
 
 # A rank that lost its connection tries to connect every 2 s.
 RETURN_S = 60.0
 _COLLECTED_S = 5.0
+# A catalog has one for each rank.
+_MAX_COMMAND_CHARS = 1000
 
 # Linux 6.15, include/uapi/linux/pidfd.h: a mask of the fields asked and answered, the process's ids, its wait status.
 _PIDFD_INFO = struct.Struct("=Q52xi")
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process, at most _MAX_COMMAND_CHARS of it; "" if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4 * _MAX_COMMAND_CHARS).rstrip(b"\0").split(b"\0")
+    except OSError:
+        return ""
+    # Quoted as for a shell, so that the words stay apart.
+    text = shlex.join(word.decode(errors="replace") for word in words if word or len(words) > 1)
+    return text if len(text) <= _MAX_COMMAND_CHARS else text[: _MAX_COMMAND_CHARS - 1] + "…"
 
 
 def has_ended(handle: int) -> bool:

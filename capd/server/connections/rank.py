@@ -21,6 +21,7 @@ from capd.errors import ProtocolError, StoreError
 from capd.server.net.peer import Peer, PeerGone, Refusal
 from capd.server.net.sender import Sender, SendLoop
 from capd.server.priority import yield_to_training
+from capd.server.process import command_of
 from capd.server.rank.rank import RankSession
 from capd.server.runs.registry import Registry
 from capd_client.protocol.control import Drained, Steered
@@ -96,6 +97,7 @@ def serve_rank(
         rank = context.registry.admit(hello, fd, process)
         # The session owns the handle now.
         watched, process = process, None
+        rank.command = rank.command or command_of(peer.pid)
         admitted()
     finally:
         os.close(fd)

@@ -69,6 +69,8 @@ class RankSession:
         # The captures among them that came from the journal of a rank that was gone.
         self.recovered = 0
         self.process = RankProcess()
+        # The command line of its process; "" if it is unknown.
+        self.command = ""
         # One connection at a time submits captures.
         self._intake = threading.Lock()
         self._lock = threading.Lock()
@@ -277,6 +279,7 @@ class RankSession:
                 ended_ns=self.ended_ns if gone else None,
                 state=session.phase.value if gone else "live",
                 end=self.process.end if self.died else "",
+                command=self.command,
                 offered=totals.offered,
                 committed=totals.committed,
                 in_flight=totals.in_flight,

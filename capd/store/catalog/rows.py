@@ -57,6 +57,7 @@ class SessionRow:
     Attributes:
         state: "live", "ended" (left in order) or "died".
         end: How the process ended, for a session that died; "" if unknown.
+        command: The command line of the process; "" if unknown.
     """
 
     client: bytes
@@ -73,6 +74,7 @@ class SessionRow:
     dropped: dict[str, int]
     drops: list[LedgerRow] = field(default_factory=list)
     end: str = ""
+    command: str = ""
 
     @property
     def clean(self) -> bool:

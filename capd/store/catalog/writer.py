@@ -41,7 +41,8 @@ from capd.store.catalog.rows import (
 )
 from capd.store.format.columns import ColumnRow
 from capd.store.format.frames import RecordRow, SeriesHeader, encode_row
-from capd_client.protocol.key import Key
+from capd.store.format.ranges import RangeSet
+from capd_client.protocol.key import MAX_INDEX, Key
 
 __all__ = ["Catalog", "NewRow", "new_row"]
 
@@ -265,6 +266,28 @@ class Catalog:
                 row.raw_bytes += head.nbytes
                 row.max_shape = tuple(map(max, row.max_shape or head.shape, head.shape))
         row.records, row.stored_bytes = first, int(stored)
+
+    def remove_series(self, paths: Iterable[str]) -> None:
+        """Delete series with their records, in one transaction. Their captures are no longer acknowledged ones.
+
+        The catalog then equals one that is built again from the frames of the other series. A path without a series is
+        ignored.
+        """
+        with self._guard(), self._transaction():
+            self._unpublished = True
+            gone: dict[bytes, set[int]] = {}
+            for path in paths:
+                for (identity,) in self._db.execute("SELECT id FROM series WHERE path=?", (path,)).fetchall():
+                    for _, head in read_heads(self._db, identity, 0, MAX_INDEX):
+                        gone.setdefault(head.client, set()).add(head.sequence)
+                    self._db.execute("DELETE FROM records WHERE series=?", (identity,))
+                    self._db.execute("DELETE FROM series WHERE id=?", (identity,))
+            acked = read_acked(self._db)
+            for client in gone.keys() & acked.keys():
+                kept = RangeSet(acked[client]).without(gone[client])
+                self._db.execute(
+                    "INSERT OR REPLACE INTO acked VALUES (?, ?)", (client, msgspec.msgpack.encode(kept))
+                )
 
     def rows(self, series: int, first: int, last: int) -> Iterator[tuple[int, RecordRow]]:
         """Yield the records first ≤ number < last of a series."""

@@ -51,6 +51,20 @@ NAMES = (
     "recover.after_seals",
     "recover.after_logs",
     "recover.before_rename",  # the intact records of a damaged file, copied
+    "remove.before_mark",  # series that `capd rm` removes
+    "remove.after_mark",
+    "remove.after_move",
+    "remove.after_catalog",
+    "remove.after_done",
+    "trash.before_mark",  # a run that `capd rm`, `capd prune` or the daemon removes
+    "trash.after_mark",
+    "trash.after_note",
+    "trash.after_rename",
+    "empty.after_mark",  # an entry of the trash whose space is freed
+    "empty.after_shards",
+    "empty.after_tree",
+    "restore.before_rename",  # a run that leaves the trash
+    "restore.after_rename",
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP, "int": signal.SIGINT}

@@ -3,6 +3,7 @@
     <run_id>.zarr/zarr.json                                     attributes: capd format version, run id
     <quant_type>/rank<r>/layer<l>/<phase>/<series>/zarr.json    attributes: key, dtype, encoding, record columns
     …/<series>/data/zarr.json, data/c/…                         array [record, *shape], sealed shards only
+    .capd/lock                                                  held by writers and removals
     .capd/node=<node>/                                          catalog, spool/*.partial, small-*.log
 
 A series directory is built in the spool and renamed to its final path. If two writers want the same name, exactly one
@@ -34,6 +35,7 @@ from capd.store.disk.files import (
     unlink,
     write_file,
 )
+from capd.store.disk.run_lock import RunLock
 from capd.store.documents import names
 from capd.store.documents.json_document import is_length, read_document
 from capd.store.documents.zarr_json import (
@@ -137,6 +139,17 @@ class Layout:
         if run.exists() and any(entry.name != ".capd" for entry in run.iterdir()):
             # Nothing is written into a directory that is not a run.
             run_attributes(run)
+        # A run is not removed while it has a writer.
+        self._lock = RunLock.shared(run)
+        try:
+            self._begin(run_id)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, run_id: str) -> None:
+        """Create the directories and the root document, or check them."""
+        run = self.run
         self._mkdir(self.spool)
         # A killed writer may have created these directories without a sync.
         self.dirty |= {run.parent, *self._down_to(self.spool)}
@@ -147,6 +160,10 @@ class Layout:
         run_attributes(run)
         self._groups = {run}
         self.sync()
+
+    def close(self) -> None:
+        """Let the run go: it may be removed from now on. Idempotent."""
+        self._lock.release()
 
     def _mkdir(self, path: Path) -> None:
         self.dirty.update(make_directory(path))

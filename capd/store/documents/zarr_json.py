@@ -17,6 +17,7 @@ import msgspec
 
 from capd.errors import NotAStore
 from capd.store.documents.json_document import read_document
+from capd.store.documents.tombstone import check_present
 from capd.store.format.codecs import chain_for
 from capd.store.format.columns import TABLE_ROWS, Columns
 from capd.store.format.dtypes import stored_type
@@ -39,14 +40,20 @@ _SHAPE_HERE = "shape of the array"
 _MAY_BE_ABSENT = frozenset({"attributes", "storage_transformers"})
 
 
-def run_attributes(run: Path) -> dict[str, Any]:
+def run_attributes(run: Path, *, removed: bool = False) -> dict[str, Any]:
     """Return the `capd` attributes of a run.
 
+    Args:
+        run: The directory of the run.
+        removed: Whether a run that is being removed counts as a run.
+
     Raises:
+        RemovedRun: The run was removed.
         NotAStore: The directory is not a run that this version can read.
     """
     document = read_group(run)
     if document is None:
+        check_present(run)
         inside = sorted(path.name for path in run.glob("*.zarr"))
         hint = f"; it holds runs, such as {inside[-1]}: open one of them" if inside else ""
         raise NotAStore(f"{run} is not a capd run: it has no zarr.json{hint}")
@@ -61,6 +68,8 @@ def run_attributes(run: Path) -> dict[str, Any]:
         )
     if not isinstance(attributes.get("run_id", ""), str):
         raise NotAStore(f"{run / 'zarr.json'} does not name the run")
+    if not removed:
+        check_present(run, attributes)
     return attributes
 
 

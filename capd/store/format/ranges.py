@@ -53,6 +53,23 @@ class RangeSet:
             firsts.insert(at, number)
             lasts.insert(at, number)
 
+    def without(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the ranges that remain without some integers, in ascending order."""
+        cuts = sorted(set(numbers))
+        kept: list[tuple[int, int]] = []
+        at = 0
+        for first, last in self.ranges():
+            while at < len(cuts) and cuts[at] < first:
+                at += 1
+            while at < len(cuts) and cuts[at] <= last:
+                if first < cuts[at]:
+                    kept.append((first, cuts[at] - 1))
+                first = cuts[at] + 1
+                at += 1
+            if first <= last:
+                kept.append((first, last))
+        return kept
+
     def ranges(self) -> list[tuple[int, int]]:
         """Return the ranges in ascending order."""
         return list(zip(self._firsts, self._lasts, strict=True))

@@ -21,6 +21,7 @@ from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
+from capd.store.documents.tombstone import RemovedSeries, Tombstone, check_present, removed_series
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
@@ -72,12 +73,14 @@ class SeriesListing(Key, frozen=True, kw_only=True):
 class Store:
     """One run, read-only. It shows a snapshot, which `refresh()` updates.
 
-    `series` and `find` have the tensors, `scalars` and `scalar` the single numbers recorded beside them.
+    `series` and `find` have the tensors, `scalars` and `scalar` the single numbers recorded beside them. `removed` names
+    the series that `capd rm --series` removed.
     """
 
     def __init__(self, path: Path) -> None:
         """Open a run directory. Raises NotAStore if it is not one."""
         if not path.is_dir():
+            check_present(path)
             raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
         self.path = path
         self.run_id: str = run_attributes(path).get("run_id", path.stem)
@@ -94,6 +97,14 @@ class Store:
         if not directories:
             directories = [self.path / ".capd" / "node="]
         self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
+        attributes = run_attributes(self.path)
+        self.removed: list[RemovedSeries] = removed_series(attributes)
+        # A kill interrupted their removal: some of their files may be gone.
+        half = removed_series(attributes, "removing")
+        for path in (path for gone in half for path in gone.paths):
+            for node in self._nodes:
+                node.series.pop(path, None)
+        self.removed += half
         self._scalar_rows = None
 
     def __repr__(self) -> str:
@@ -150,7 +161,7 @@ class Store:
         """Return the Series of this path, or the SeriesList of a glob such as "*.q_proj.forward.input".
 
         Raises:
-            NoSuchSeries: No series has this path. The message names similar ones.
+            NoSuchSeries: No series has this path. The message says if it was removed, or names similar ones.
             ConfigError: It is no text.
         """
         if not isinstance(path, str):
@@ -161,9 +172,24 @@ class Store:
         if is_glob(path):
             return found
         if not found:
+            if (mark := self.removal_of(path)) is not None:
+                raise NoSuchSeries(f"series {path} of {self.path} was {mark}")
             paths = [series.path for series in self.series]
             raise NoSuchSeries(f"{self.path} has no series {path!r}{_similar(path, paths)}")
         return found[0]
+
+    def removal_of(self, path: str) -> Tombstone | None:
+        """Return when and by whom the series of a path, or of the end of one, or of a glob was removed, at last.
+
+        Returns:
+            None if none of them was.
+        """
+        found = [
+            gone.mark
+            for gone in self.removed
+            if any(path == one or one.endswith(f"/{path}") or fnmatchcase(one, path) for one in gone.paths)
+        ]
+        return found[-1] if found else None
 
     def __contains__(self, path: object) -> bool:
         """Return whether a series of tensors has this path."""

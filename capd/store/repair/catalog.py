@@ -47,10 +47,14 @@ def rebuild_catalog(run: Path, node: str) -> None:
     headers = {row.header.path: row.header for row in series}
     files = OpenFiles(64, durable=False)
     try:
-        catalog = open_node(Layout(run, run_identity(run), node), files, rebuild=headers).catalog
-        for session in sessions:
-            catalog.save_session(session)
-        catalog.close()
+        layout = Layout(run, run_identity(run), node)
+        try:
+            catalog = open_node(layout, files, rebuild=headers).catalog
+            for session in sessions:
+                catalog.save_session(session)
+            catalog.close()
+        finally:
+            layout.close()
     finally:
         files.close()
 

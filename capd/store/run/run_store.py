@@ -25,6 +25,7 @@ from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.format.log_places import LOG_GLOB
 from capd.store.recover.open_node import Recovered, open_node
+from capd.store.remove.series import finish_removal
 from capd.store.run.options import StoreOptions
 from capd.store.run.pending_rows import PendingRows
 from capd.store.run.planner import Planner
@@ -56,7 +57,16 @@ class RunStore:
         self.options = options
         self.path = root / f"{run_id}.zarr"
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
+        finish_removal(self.path)
         self._layout = Layout(self.path, run_id, node)
+        try:
+            self._open(room)
+        except BaseException:
+            self._layout.close()
+            raise
+
+    def _open(self, room: Room | None) -> None:
+        options = self.options
         self._files = OpenFiles(options.open_files, durable=options.durability == "durable")
         self._syncing = Syncing(self._layout, self._files, self._open_shards)
         found: Recovered = open_node(self._layout, self._files)
@@ -364,4 +374,7 @@ class RunStore:
         finally:
             self._small.forget()
             self._files.close()
-            self._catalog.close()
+            try:
+                self._catalog.close()
+            finally:
+                self._layout.close()

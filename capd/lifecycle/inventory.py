@@ -1,0 +1,203 @@
+"""The runs of a store root with what a list shows of them, from their catalogs and documents. Nothing is changed.
+
+A run that cannot be read is listed with its problem. No command removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from capd.errors import CapdError
+from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.rows import CATALOG_NAME, SessionRow, head_of
+from capd.store.catalog.sessions import read_sessions
+from capd.store.catalog.totals import log_and_catalog_nbytes
+from capd.store.disk.layout import node_directory, nodes_of
+from capd.store.disk.run_lock import is_written
+from capd.store.documents.tombstone import tombstone_in
+from capd.store.documents.zarr_json import run_attributes
+
+__all__ = ["RunFacts", "State", "inventory", "look_at", "run_paths"]
+
+# live: a rank captures, or may come back. open: a daemon has it open, nobody captures. unsealed: a daemon was killed.
+State = Literal["live", "open", "unsealed", "sealed", "removing", "unreadable"]
+
+# A rank of another host, whose daemon was killed this long ago, counts as ended.
+_GONE_S = 3600.0
+_BOOT_CLOCK = os.sysconf("SC_CLK_TCK")
+_UNREADABLE = (OSError, CapdError, sqlite3.Error, ValueError, TypeError)
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """One run of a store root.
+
+    Attributes:
+        path: Its directory.
+        run_id: Its id.
+        started_s: When its first rank came, as seconds since 1970; else the time of its document.
+        ended_s: The time of its last change.
+        state: What happens to it now.
+        first_iteration: The first captured iteration; None without records.
+        last_iteration: The last captured iteration.
+        records: Its committed records.
+        raw_bytes: Their bytes before encoding.
+        stored_bytes: Their bytes in the store, with frames.
+        other_bytes: The bytes of logs and catalogs.
+        quant_types: Its quant types, in order.
+        ranks: The number of its ranks.
+        nodes: The names of the nodes that wrote it.
+        command: The command of its first rank; "" if it is unknown.
+        tags: Its tags, in order.
+        is_pinned: Whether it is pinned.
+        problem: Why it is live or unreadable, in words.
+    """
+
+    path: Path
+    run_id: str
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    state: State = "sealed"
+    first_iteration: int | None = None
+    last_iteration: int | None = None
+    records: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    other_bytes: int = 0
+    quant_types: list[str] = field(default_factory=list)
+    ranks: int = 0
+    nodes: list[str] = field(default_factory=list)
+    command: str = ""
+    tags: tuple[str, ...] = ()
+    is_pinned: bool = False
+    problem: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the run takes, but for its small documents."""
+        return self.stored_bytes + self.other_bytes
+
+
+def run_paths(root: Path) -> list[Path]:
+    """Return the runs of a store root, the oldest first, as the reading commands order them.
+
+    A directory that ends in `.zarr` and is no run is not among them.
+    """
+    found: list[tuple[int, str, Path]] = []
+    for document in root.glob("*.zarr/zarr.json"):
+        with contextlib.suppress(OSError):
+            found.append((document.stat().st_mtime_ns, document.parent.name, document.parent))
+    return [path for _, _, path in sorted(found)]
+
+
+def inventory(root: Path) -> list[RunFacts]:
+    """Return the runs of a store root, the oldest first."""
+    return [look_at(path) for path in run_paths(root)]
+
+
+def look_at(run: Path, *, is_alone: bool = False) -> RunFacts:
+    """Return what is known of one run. is_alone: whether the caller holds its lock alone, so that nobody writes it."""
+    facts = RunFacts(run, run.name.removesuffix(".zarr"))
+    try:
+        # The state goes first: a run that a daemon opens meanwhile is then seen as sealed, and its lock is asked again.
+        written = not is_alone and is_written(run)
+        facts.started_s = facts.ended_s = (run / "zarr.json").stat().st_mtime
+        attributes = run_attributes(run, removed=True)
+        facts.run_id = str(attributes.get("run_id", facts.run_id))
+        facts.tags, facts.is_pinned = _tags(attributes), attributes.get("pinned") is True
+        facts.nodes = nodes_of(run)
+        sessions = [(node, row) for node in facts.nodes for row in _add_node(facts, node)]
+        _add_sessions(facts, [row for _, row in sessions])
+        facts.state, facts.problem = _state(facts, sessions, written)
+        if tombstone_in(attributes) is not None:
+            facts.state = "removing"
+    except _UNREADABLE as error:
+        facts.state, facts.problem = "unreadable", str(error)
+    return facts
+
+
+def _tags(attributes: dict[str, Any]) -> tuple[str, ...]:
+    found = attributes.get("tags")
+    return tuple(sorted(tag for tag in found if isinstance(tag, str))) if isinstance(found, list) else ()
+
+
+def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
+    """Add the totals of one node. Return its sessions."""
+    directory = node_directory(facts.path, node)
+    facts.other_bytes += log_and_catalog_nbytes(directory / "spool")
+    catalog = directory / CATALOG_NAME
+    with contextlib.suppress(FileNotFoundError):
+        facts.ended_s = max(facts.ended_s, catalog.stat().st_mtime)
+    with contextlib.closing(connect_read_only(catalog)) as db:
+        records, raw, stored = db.execute(
+            "SELECT TOTAL(records), TOTAL(raw_bytes), TOTAL(stored_bytes) FROM series"
+        ).fetchone()
+        facts.records += int(records)
+        facts.raw_bytes += int(raw)
+        facts.stored_bytes += int(stored)
+        types = db.execute("SELECT DISTINCT quant_type FROM series WHERE quant_type != 'scalar' AND records")
+        facts.quant_types = sorted({*facts.quant_types, *(str(name) for (name,) in types)})
+        ends = db.execute(
+            "SELECT records.body FROM series JOIN records ON records.series = series.id "
+            "AND records.record IN (0, series.records - 1)"
+        )
+        iterations = [head_of(body).moment.iteration for (body,) in ends]
+        if facts.first_iteration is not None and facts.last_iteration is not None:
+            iterations += [facts.first_iteration, facts.last_iteration]
+        if iterations:
+            facts.first_iteration, facts.last_iteration = min(iterations), max(iterations)
+        return read_sessions(db)
+
+
+def _add_sessions(facts: RunFacts, sessions: Iterable[SessionRow]) -> None:
+    rows = sorted(sessions, key=lambda row: (row.started_ns, row.rank))
+    facts.ranks = len({row.rank for row in rows})
+    if rows:
+        facts.started_s = rows[0].started_ns / 1e9
+        facts.command = next((row.command for row in rows if row.command), "")
+
+
+def _state(facts: RunFacts, sessions: list[tuple[str, SessionRow]], written: bool) -> tuple[State, str]:
+    live = [(node, row) for node, row in sessions if row.state == "live"]
+    if live and written:
+        return "live", f"rank {live[0][1].rank} is connected"
+    why = next(_may_return(facts.path, live), "")
+    if why:
+        return "live", why
+    if written:
+        return "open", "a daemon has it open"
+    spools = (node_directory(facts.path, node) / "spool" for node in facts.nodes)
+    return ("unsealed" if any(any(spool.glob("*")) for spool in spools) else "sealed"), ""
+
+
+def _may_return(run: Path, live: list[tuple[str, SessionRow]]) -> Iterator[str]:
+    """Yield why a rank whose daemon was killed may still run and come back to the next daemon."""
+    for node, row in live:
+        if row.host == socket.gethostname():
+            if _runs_since(row.pid, row.started_ns):
+                yield f"rank {row.rank} (pid {row.pid}) runs, and its daemon does not"
+            continue
+        directory = node_directory(run, node)
+        times = [path.stat().st_mtime for path in (directory, directory / CATALOG_NAME) if path.exists()]
+        if time.time() - max(times, default=0.0) < _GONE_S:
+            yield f"rank {row.rank} may still run on {row.host}: its daemon ended less than an hour ago"
+
+
+def _runs_since(pid: int, started_ns: int) -> bool:
+    """Return whether a process of this machine has this pid and began before a time."""
+    try:
+        # The command in parentheses may contain anything, so the fields after its last parenthesis are counted.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        # Field 22 of proc(5) is the start in clock ticks after the boot.
+        return boot_s + int(fields[19]) / _BOOT_CLOCK <= started_ns / 1e9 + 1.0
+    except (OSError, ValueError, IndexError):
+        return False

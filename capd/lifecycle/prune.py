@@ -1,0 +1,104 @@
+"""The pruning of a store root by a policy: the plan with reasons, and its execution."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from capd.errors import ConfigError, StoreError
+from capd.lifecycle.checks import check_root, why_held
+from capd.lifecycle.inventory import RunFacts, inventory
+from capd.lifecycle.policy import Candidate, Policy, Verdict, plan
+from capd.lifecycle.trash import Entry, Release, entries, finish, free, remove_run
+
+__all__ = ["Planned", "free_due", "plan_for", "prune_now"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run and the policy's decision about it."""
+
+    facts: RunFacts
+    verdict: Verdict
+
+
+def plan_for(root: Path, policy: Policy, *, keep_newest: bool = False) -> list[Planned]:
+    """Return the decision about each run of a store root, the oldest first.
+
+    Args:
+        root: The store root.
+        policy: The rules.
+        keep_newest: Whether the newest run stays in all cases.
+
+    Raises:
+        ConfigError: The policy keeps nothing by any rule, or it would remove every run.
+        NotAStore: The root is no directory.
+    """
+    check_root(root)
+    if not policy:
+        raise ConfigError(
+            "no rule says what to keep, nothing removed; give --keep-last, --keep-within, --max-size or --keep-tag, "
+            "or write [retention] into capd.toml"
+        )
+    # A run that a kill left half removed leaves with the others.
+    runs = [facts for facts in inventory(root) if facts.state != "removing"]
+    candidates = [
+        Candidate(one.path.name, one.ended_s, one.nbytes, one.tags, why_held(one)) for one in runs
+    ]
+    verdicts = plan(candidates, policy, time.time(), keep_newest=keep_newest)
+    if runs and not any(verdict.keep for verdict in verdicts):
+        raise ConfigError(
+            f"these rules keep none of the {len(runs)} runs in {root}, nothing removed; add --keep-last 1, or name "
+            "the runs to `capd rm`"
+        )
+    return [Planned(facts, verdict) for facts, verdict in zip(runs, verdicts, strict=True)]
+
+
+def prune_now(
+    root: Path, planned: Iterable[Planned], by: str, release: Release, failed: Callable[[Path, Exception], None]
+) -> Iterator[RunFacts]:
+    """Move the runs that a plan does not keep into the trash. Yield each one that was moved.
+
+    The caller holds the lock of the store's housekeeping.
+
+    Args:
+        root: The store root.
+        planned: The plan.
+        by: The user that removes the runs.
+        release: Asks the daemons that have a run open to let it go.
+        failed: Is told of each run that could not be moved. The others go on.
+    """
+    finish(root)
+    for one in planned:
+        if one.verdict.keep:
+            continue
+        try:
+            remove_run(one.facts.path, by, release)
+        except (StoreError, ConfigError, OSError) as error:
+            failed(one.facts.path, error)
+            continue
+        yield one.facts
+
+
+def free_due(
+    root: Path, failed: Callable[[Path, Exception], None], *, everything: bool = False
+) -> Iterator[tuple[Entry, int]]:
+    """Free what has been in the trash for seven days. Yield each entry with the freed bytes.
+
+    The caller holds the lock of the store's housekeeping.
+
+    Args:
+        root: The store root.
+        failed: Is told of each entry that could not be freed. The others go on.
+        everything: Whether also newer entries are freed.
+    """
+    now_s = time.time()
+    for entry in entries(root):
+        if not (everything or entry.is_due(now_s)):
+            continue
+        try:
+            yield entry, free(entry)
+        except (StoreError, OSError) as error:
+            failed(entry.place, error)

@@ -1,0 +1,257 @@
+"""The removal of whole runs into the trash, the way back, and the end of what lies there too long.
+
+Remove: tombstone in the run's document → note beside the runs → rename into the trash. A run with a tombstone at its old
+place was left by a kill: `finish` moves it. Free: the entry gets a name that marks it, then shards, then the rest go. A
+marked entry is only freed further. Every step can be repeated.
+
+The callers hold the lock of the store's housekeeping, but for `settle`, which a daemon calls that opens a run.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from capd.errors import NotAStore, StoreBusy, StoreError
+from capd.lifecycle.checks import check_held, check_place
+from capd.lifecycle.inventory import RunFacts, run_paths
+from capd.store.catalog.place import CatalogPlace
+from capd.store.disk.failpoints import failpoint
+from capd.store.disk.files import make_directory, remove_tree, rename, sync_paths, unlink
+from capd.store.disk.layout import node_directory, nodes_of
+from capd.store.disk.run_document import change_attributes, write_durably
+from capd.store.disk.run_lock import RunLock
+from capd.store.documents.tombstone import Tombstone, note_path, note_payload, tombstone_in
+from capd.store.documents.zarr_json import run_attributes
+from capd.store.remove.trash_place import DELETING, entry_name, new_entry, trash_of
+
+__all__ = [
+    "KEEP_S", "Entry", "Release", "alone_in", "entries", "finish", "free", "remove_run", "restore", "settle",
+]  # fmt: skip
+
+KEEP_S = 7 * 86_400.0
+"""The time that something stays in the trash, in seconds."""
+
+# Asks the daemons that have a run open to let it go. Returns False if one of them does not.
+Release = Callable[[Path], bool]
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in the trash.
+
+    Attributes:
+        place: Its directory in the trash.
+        name: The run that was removed, or whose series were.
+        removed_s: When, as seconds since 1970.
+        nbytes: The bytes of its files.
+        is_run: Whether it is a whole run.
+        is_marked: Whether it is being freed.
+    """
+
+    place: Path
+    name: str
+    removed_s: float
+    nbytes: int
+    is_run: bool
+    is_marked: bool
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether it has been in the trash for seven days, or is being freed."""
+        return self.is_marked or now_s - self.removed_s >= KEEP_S
+
+
+@contextlib.contextmanager
+def alone_in(run: Path, release: Release) -> Iterator[RunFacts]:
+    """Hold a run for a removal, and yield what is known of it.
+
+    Args:
+        run: The run.
+        release: Asks the daemons that have it open to let it go.
+
+    Raises:
+        CapdError: The run may not be removed. The message says why.
+    """
+    check_place(run)
+    check_held(run)
+    try:
+        lock = RunLock.alone(run)
+    except StoreBusy:
+        if not release(run):
+            raise
+        lock = RunLock.alone(run, _PATIENCE_S)
+    with lock:
+        # It may have changed before the lock was held.
+        yield check_held(run, is_alone=True)
+
+
+def remove_run(run: Path, by: str, release: Release) -> Path:
+    """Move a run into the trash. Return its entry there.
+
+    Args:
+        run: The run.
+        by: The user that removes it.
+        release: Asks the daemons that have it open to let it go.
+
+    Raises:
+        CapdError: The run may not be removed. The message says why.
+        OSError: The disk refused. A later call continues.
+    """
+    with alone_in(run, release):
+        mark = tombstone_in(run_attributes(run, removed=True))
+        if mark is None:
+            mark = Tombstone.now(by)
+            failpoint("trash.before_mark")
+            change_attributes(run, lambda capd: capd.update(removed=asdict(mark)))
+        return _move(run, mark)
+
+
+def _move(run: Path, mark: Tombstone) -> Path:
+    """Move a run with a tombstone into the trash. The caller holds its lock."""
+    failpoint("trash.after_mark")
+    for node in nodes_of(run):
+        with contextlib.suppress(OSError):
+            # A copy of the catalog on the local disk, if the store is on a network file system.
+            CatalogPlace(node_directory(run, node)).discard()
+    note = note_path(run)
+    sync_paths(make_directory(note.parent), run.parent)
+    write_durably(note, note_payload(mark), note.parent / ".note.tmp")
+    failpoint("trash.after_note")
+    entry = new_entry(run.parent, entry_name(run.parent, mark))
+    rename(run, entry / run.name)
+    sync_paths([entry, run.parent], run.parent)
+    failpoint("trash.after_rename")
+    return entry
+
+
+def finish(root: Path) -> list[Path]:
+    """Complete the removals of runs that a kill interrupted. Return these runs."""
+    return [run for run in run_paths(root) if settle(run)]
+
+
+def settle(run: Path) -> bool:
+    """Complete the removal of a run that a kill interrupted. Return whether there was one to complete.
+
+    Raises:
+        StoreError: Another command removes the run.
+        OSError: The disk refused.
+    """
+    try:
+        mark = tombstone_in(run_attributes(run, removed=True))
+    except (NotAStore, OSError):
+        return False
+    if mark is None or run.is_symlink():
+        return False
+    with RunLock.alone(run, _PATIENCE_S):
+        _move(run, mark)
+    return True
+
+
+def restore(run: Path) -> None:
+    """Bring a removed run back to its place. If it was removed several times, the newest one.
+
+    Raises:
+        NotAStore: The trash has no such run.
+        StoreError: Another run has its name.
+        OSError: The disk refused. A later call continues.
+    """
+    if run.is_dir():
+        with RunLock.alone(run, _PATIENCE_S):
+            if tombstone_in(run_attributes(run, removed=True)) is None:
+                raise StoreError(f"{run} is there already; rename it before the removed one is brought back")
+            # A kill interrupted its removal.
+            change_attributes(run, _unmark)
+            unlink(note_path(run), missing_ok=True)
+            return
+    found = [one for one in entries(run.parent) if one.is_run and one.name == run.name and not one.is_marked]
+    if not found:
+        raise NotAStore(f"no run {run.name} in the trash of {run.parent}; `capd gc {run.parent}` lists it")
+    newest = max(found, key=lambda one: (one.removed_s, one.place.name))
+    change_attributes(newest.place / run.name, _unmark)
+    failpoint("restore.before_rename")
+    rename(newest.place / run.name, run)
+    sync_paths([newest.place, run.parent], run.parent)
+    failpoint("restore.after_rename")
+    unlink(note_path(run), missing_ok=True)
+    with contextlib.suppress(OSError):
+        newest.place.rmdir()
+
+
+def _unmark(capd: dict[str, object]) -> None:
+    capd.pop("removed", None)
+
+
+def entries(root: Path) -> list[Entry]:
+    """Return what is in the trash of a store root, the oldest first. What nothing explains is left out."""
+    found: list[Entry] = []
+    trash = trash_of(root)
+    for place in sorted(trash.iterdir()) if trash.is_dir() and not trash.is_symlink() else ():
+        removed_s = _time_of(place.name)
+        if removed_s is None or place.is_symlink() or not place.is_dir():
+            continue
+        names = sorted(one.name for one in place.iterdir())
+        name = names[0] if names else ""
+        # A kill left an empty one before the run came, or after the run was brought back.
+        is_marked = not names or place.name.endswith(DELETING)
+        is_run = not name.endswith(".series")
+        found.append(
+            Entry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked)
+        )
+    return found
+
+
+def free(entry: Entry) -> int:
+    """Delete what is in an entry of the trash: the shards, then the rest. Return the freed bytes.
+
+    Raises:
+        OSError: A file cannot be deleted. A later call continues.
+    """
+    place = entry.place if entry.place.name.endswith(DELETING) else _marked(entry.place)
+    failpoint("empty.after_mark")
+    for run in place.iterdir():
+        if run.is_symlink() or not run.is_dir():
+            unlink(run)
+            continue
+        for data in run.glob("*/rank*/layer*/*/*/data"):
+            remove_tree(data)
+    failpoint("empty.after_shards")
+    remove_tree(place)
+    failpoint("empty.after_tree")
+    if place.exists():
+        raise StoreError(f"{place} cannot be deleted; check its permissions, then `capd gc --yes` again")
+    sync_paths([place.parent], place.parent)
+    return entry.nbytes
+
+
+def _marked(place: Path) -> Path:
+    """Mark an entry as being freed. Return its new place."""
+    target = place.with_name(f"{place.name}{DELETING}")
+    rename(place, target)
+    sync_paths([place.parent], place.parent)
+    return target
+
+
+def _time_of(name: str) -> float | None:
+    """Return the time of removal in the name of an entry; None if the name has another form."""
+    stamp, _, number = name.removesuffix(DELETING).partition("-")
+    try:
+        found = time.strptime(stamp, "%Y%m%dT%H%M%SZ")
+    except ValueError:
+        return None
+    return float(calendar.timegm(found)) if number.isdecimal() else None
+
+
+def _nbytes(place: Path) -> int:
+    """Return the bytes of all files below a directory, as the disk counts them."""
+    total = 0
+    for directory, _, files in os.walk(place):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total

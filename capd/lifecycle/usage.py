@@ -1,0 +1,113 @@
+"""The disk space of runs: what catalogs tell, what can be freed, and what a walk of the directories finds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from capd.lifecycle.inventory import RunFacts
+from capd.store.catalog.rows import SeriesRow
+from capd.store.disk.layout import node_directory
+from capd.store.read.node import NodeView
+
+__all__ = ["FIELDS", "Usage", "spare_files", "usage_by", "walked"]
+
+FIELDS = ("run", "quant_type", "rank", "layer", "tensor_name")
+"""The fields by which space is counted."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """The space of some series.
+
+    Attributes:
+        series: Their number.
+        records: Their records.
+        raw_bytes: The bytes of the records before encoding.
+        stored_bytes: The bytes of the encoded payloads and frames; of a run with its logs and catalogs.
+        files: Their files: shards and documents; of a run with those of its nodes.
+        reclaimable_bytes: The bytes that `capd gc` can free in the run: quarantine and leftovers of kills.
+    """
+
+    series: int = 0
+    records: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    files: int = 0
+    reclaimable_bytes: int = 0
+
+    def add(self, other: Usage) -> None:
+        """Add the counts of other series."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+def usage_by(runs: Sequence[RunFacts], by: Sequence[str]) -> list[tuple[dict[str, Any], Usage]]:
+    """Return the space by the values of some of FIELDS, in order. By `run` alone, all files of the runs count.
+
+    Raises:
+        NotAStore: A run cannot be read.
+        StoreError: A catalog is locked.
+    """
+    groups: dict[tuple[Any, ...], Usage] = {}
+    for facts in runs:
+        rows = [
+            row
+            for node in facts.nodes
+            for row in NodeView(facts.path, node_directory(facts.path, node)).series.values()
+        ]
+        if list(by) == ["run"]:
+            groups[(facts.run_id,)] = _of_run(facts, rows)
+            continue
+        for row in rows:
+            values = tuple(facts.run_id if field == "run" else getattr(row.header.key, field) for field in by)
+            groups.setdefault(values, Usage()).add(_of_series(row))
+    order = sorted(groups, key=lambda values: [(value is None, str(type(value)), value) for value in values])
+    return [(dict(zip(by, values, strict=True)), groups[values]) for values in order]
+
+
+def _of_series(row: SeriesRow) -> Usage:
+    # Two documents, and the shards of all records.
+    files = 2 + -(-row.records // row.header.geometry.shard_records)
+    return Usage(1, row.records, row.raw_bytes, row.stored_bytes, files)
+
+
+def _of_run(facts: RunFacts, rows: Iterable[SeriesRow]) -> Usage:
+    total = Usage()
+    for row in rows:
+        total.add(_of_series(row))
+    total.stored_bytes += facts.other_bytes
+    spare = list(spare_files(facts.path))
+    total.reclaimable_bytes = sum(nbytes for _, nbytes in spare)
+    # The run's document and its lock, and a catalog for each node.
+    total.files += len(spare) + 2 + len(facts.nodes)
+    return total
+
+
+def spare_files(run: Path) -> Iterator[tuple[Path, int]]:
+    """Yield what `capd gc` frees in a run, with its bytes: quarantines and the temporary files of kills."""
+    for node in (run / ".capd").glob("node=*"):
+        directory = node_directory(run, node.name.removeprefix("node="))
+        place = directory / "quarantine"
+        if place.is_dir() and not place.is_symlink():
+            yield place, walked(place)[1]
+        for pattern in ("*.tmp", "*.new"):
+            for path in (directory / "spool").glob(pattern):
+                yield path, walked(path)[1]
+
+
+def walked(place: Path) -> tuple[int, int]:
+    """Return the files below a path and their bytes on disk. Links are not followed."""
+    files, nbytes = 0, 0
+    if place.is_symlink() or not place.is_dir():
+        with contextlib.suppress(OSError):
+            return 1, place.lstat().st_blocks * 512
+    for directory, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(OSError):
+                files, nbytes = files + 1, nbytes + os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return files, nbytes
