@@ -1,9 +1,9 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its `[daemon]` table belongs to the daemon. Its other keys belong to the training
-job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment variable
-`CAPD_<FIELD IN CAPITALS>`.
+`./capd.toml` is used if it exists. Its tables `[daemon]` and `[retention]` belong to the daemon. Its other keys belong to
+the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment
+variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pydantic_core import ErrorDetails
 
 from capd.errors import ConfigError
 from capd.job_settings import problems_of as job_problems_of
+from capd.lifecycle.policy import Policy, parse_age
 from capd_client.config.file import read_toml
 from capd_client.config.settings import VARIABLES
 from capd_client.config.sizes import parse_amount, parse_size
 from capd_client.config.values import store_root
 
 __all__ = [
-    "DaemonSettings", "Resolved", "config_path", "load_daemon_settings", "misspelt_variables",
-    "read_daemon_table", "read_file", "resolve_daemon",
+    "DaemonSettings", "Resolved", "RetentionSettings", "config_path", "load_daemon_settings", "load_retention",
+    "misspelt_variables", "read_daemon_table", "read_file", "resolve_daemon",
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
@@ -56,6 +57,7 @@ def _checked_codec(value: str) -> str:
 
 
 Amount = Annotated[int | float, BeforeValidator(parse_amount)]
+Age = Annotated[float, BeforeValidator(parse_age)]
 Nbytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Uid = Annotated[int, Field(ge=0, lt=2**32 - 1)]
@@ -95,6 +97,26 @@ class DaemonSettings(BaseModel):
     """Seconds after the end of the last session at which a run is sealed."""
     shutdown_timeout_s: Seconds = 30.0
     """Time to drain and seal at shutdown; unsealed records stay recoverable."""
+
+
+class RetentionSettings(BaseModel):
+    """The table [retention]: the runs that stay. Without any key, no run is ever removed by itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Number of newest runs that stay."""
+    keep_within: Age | None = None
+    """Age of a run's last change up to which it stays, such as "30d"."""
+    max_size: Annotated[Nbytes, Field(gt=0)] | None = None
+    """Bytes that all runs together may take, such as "2TB"; the oldest are removed first."""
+    keep_tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tags of runs that stay."""
+
+    @property
+    def policy(self) -> Policy:
+        """The rules."""
+        return Policy(self.keep_last, self.keep_within, self.max_size, self.keep_tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +165,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problems = job_problems_of(table)
-    if isinstance(table.get("daemon", {}), dict):
-        problems += _problems_of(table.get("daemon", {}), "[daemon] {}".format)
+    for name, model in _TABLES.items():
+        if isinstance(table.get(name, {}), dict):
+            problems += _problems_of(table.get(name, {}), f"[{name}] {{}}".format, model)
     return table, [f"{path}: {problem}" for problem in problems]
 
 
@@ -181,6 +204,19 @@ def resolve_daemon(
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
     return Resolved(DaemonSettings.model_validate(values), origins, file)
+
+
+def load_retention(environ: Mapping[str, str] = os.environ, path: Path | None = None) -> RetentionSettings:
+    """Return the table [retention] of the capd.toml in effect; empty without one.
+
+    Raises:
+        ConfigError: A key of the file is unknown or has a bad value.
+    """
+    file = config_path(environ, path)
+    if file is None:
+        return RetentionSettings()
+    read_daemon_table(file)
+    return RetentionSettings.model_validate(read_file(file)[0].get("retention", {}))
 
 
 def load_daemon_settings(
@@ -220,22 +256,27 @@ def _blame(field: str, origins: Mapping[str, str]) -> str:
     return f"--{field.replace('_', '-')}" if origin == "flag" else f"{field} ({origin})"
 
 
-def _problems_of(values: Mapping[str, Any], place: Callable[[str], str]) -> list[str]:
+_TABLES: dict[str, type[BaseModel]] = {"daemon": DaemonSettings, "retention": RetentionSettings}
+
+
+def _problems_of(
+    values: Mapping[str, Any], place: Callable[[str], str], model: type[BaseModel] = DaemonSettings
+) -> list[str]:
     """Return one sentence for each value that cannot be used. `place` turns a field's name into its place."""
     try:
-        DaemonSettings.model_validate(values)
+        model.model_validate(values)
     except ValidationError as error:
-        return [_one_line(entry, place) for entry in error.errors(include_url=False)]
+        return [_one_line(entry, place, model) for entry in error.errors(include_url=False)]
     return []
 
 
-def _one_line(error: ErrorDetails, place: Callable[[str], str]) -> str:
+def _one_line(error: ErrorDetails, place: Callable[[str], str], model: type[BaseModel]) -> str:
     field = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
         shown = "" if repr(error["input"]) in message else f", got {error['input']!r}"
         return f"{place(field)}: {message}{shown}"
-    known = DaemonSettings.model_fields
+    known = model.model_fields
     near = difflib.get_close_matches(field, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
     return f"{place(field)}: unknown key; {hint}"

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import typer
 
 __all__ = [
-    "any_of", "field_lists", "format_lists", "pairs_between", "run_names", "series_paths", "store_paths", "values_of",
+    "any_of", "field_lists", "format_lists", "pairs_between", "run_names", "run_words", "series_paths", "store_paths",
+    "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
 Complete = Callable[[typer.Context, str], list[str]]
@@ -102,6 +103,35 @@ def store_paths(_ctx: typer.Context, incomplete: str) -> Iterator[str]:
         elif place.is_dir() and (runs := _runs(place)):
             yield f"{head}{place.name}"
             yield from (f"{head}{place.name}/{run.name}" for run in runs)
+
+
+@_offered
+def store_roots(_ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Complete the path of a directory with runs."""
+    head = incomplete.rpartition("/")[0] + "/" if "/" in incomplete else ""
+    for place in sorted(Path(head or ".").iterdir()):
+        if place.suffix != ".zarr" and place.is_dir() and _runs(place):
+            yield f"{head}{place.name}"
+
+
+@_offered
+def run_words(_ctx: typer.Context, incomplete: str) -> Iterator[str]:
+    """Complete a run: its name in the default store, the newest first, or its path."""
+    if "/" not in incomplete:
+        yield from (run.stem for run in _runs(_default_store())[::-1])
+    yield from store_paths(_ctx, incomplete)
+
+
+@_offered
+def tag_words(_ctx: typer.Context, _incomplete: str) -> Iterator[str]:
+    """Complete a tag that a run of the default store has."""
+    from capd.lifecycle.marks import tags_of
+
+    seen: set[str] = set()
+    for run in _runs(_default_store()):
+        with suppress(Exception):
+            seen.update(tags_of(run))
+    yield from sorted(seen)
 
 
 @_offered

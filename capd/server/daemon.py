@@ -22,6 +22,7 @@ from pathlib import Path
 
 from capd._version import __version__
 from capd.config import DaemonSettings
+from capd.lifecycle.policy import Policy
 from capd.metrics import NO_RANK, DaemonStats
 from capd.server.connections.listener import Listener
 from capd.server.connections.rank import ConnectionContext
@@ -39,6 +40,7 @@ from capd.server.pipeline.gather_thread import MAX_SCRATCH_FILES
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
+from capd.server.retention import Retention
 from capd.server.runs.control import Controller
 from capd.server.runs.names import RunNames
 from capd.server.runs.recovery import RunRecovery
@@ -58,6 +60,8 @@ _LINGER_S = 2.0
 # Without a rank for so long, the log says why that may be.
 _ALONE_S = 30.0
 _RESERVED_FILES = 64
+# The end of the removal of one run. It is completed later if it takes longer.
+_RETENTION_S = 5.0
 # Its socket, the process handle, two descriptors of the arena, and one more during its check.
 _FILES_PER_CONNECTION = 5
 _MAX_CONNECTIONS = 1024
@@ -73,15 +77,20 @@ def node_name(configured: str | None) -> str:
 class Daemon:
     """One `capd serve`; `run` blocks until a stop is requested."""
 
-    def __init__(self, settings: DaemonSettings, parent: int | None = None) -> None:
+    def __init__(
+        self, settings: DaemonSettings, parent: int | None = None, retention: Policy | None = None
+    ) -> None:
         """Remember the settings. Nothing is touched before `run`.
 
         Args:
             settings: The settings of `capd serve`.
             parent: The pid of a process that started this daemon for itself. The daemon stops when that process is
                 gone and no rank has been here for _LINGER_S. It then removes the directory of its socket.
+            retention: The runs that stay. None or empty: no run is ever removed.
         """
         self._settings = settings
+        self._policy = retention or Policy()
+        self._retention: Retention | None = None
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
         self._quiet_since: float | None = None
@@ -175,6 +184,9 @@ class Daemon:
         self._listen(self._bound, open_files - options.open_files, accepting, sending)
         self._recovery = RunRecovery(self._root, self._node, self._registry)
         self._recovery.start()
+        if self._policy:
+            self._retention = Retention(self._root, self._policy, self._registry, self._recovery)
+            self._retention.start()
 
     def _disk_budget(self) -> DiskBudget:
         settings, found = self._settings, os.statvfs(self._root)
@@ -263,6 +275,8 @@ class Daemon:
         began = time.monotonic()
         until = began + timeout_s
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
+        if self._retention is not None:
+            self._retention.stop(_RETENTION_S)
         self._registry.refuse_new()
         self._recovery.hurry(until)
         # The other half is for sealing.

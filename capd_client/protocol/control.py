@@ -21,7 +21,7 @@ __all__ = [
 # The daemon answers a CONTROL within this time.
 MAX_WAIT_S = 3600.0
 
-Verb = Literal["status", "start", "stop", "select", "flush", "seal", "shutdown"]
+Verb = Literal["status", "start", "stop", "select", "flush", "seal", "release", "shutdown"]
 
 
 class Stats(msgspec.Struct, tag="stats"):
@@ -44,6 +44,7 @@ class Control(msgspec.Struct, tag="control"):
     - stop: Capture nothing.
     - flush: Answer once everything captured so far is committed.
     - seal: Publish a run's records.
+    - release: Close a sealed run without ranks, so that a tool may remove it.
     - shutdown: End the daemon.
 
     start, select and stop apply from `from_iteration`, or from the next iteration that every rank can still begin

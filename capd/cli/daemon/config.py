@@ -28,6 +28,9 @@ _UNSET = {
     "embedded": "no",
     "log": "warnings",
     "emulate": "none",
+    "keep_last": "no rule",
+    "keep_within": "no rule",
+    "max_size": "no rule",
     "collect": "no",
     "collect_dir": "none",
     "plan": "no",
@@ -64,13 +67,16 @@ def show(
     for name, value in _chosen(daemon.settings).items():
         values[name]["chosen"] = value
     job = _job_values(daemon.path)
+    retention = _retention_values(daemon.path)
     file = None if daemon.path is None else str(daemon.path)
     lines = [
         f"file: {file or 'none'}",
         *("", "daemon (capd serve, capd run)", *_table(values, wide)),
+        *("", "retention (capd serve, once an hour; capd prune)", *_table(retention, wide)),
         *("", "job (capd_client, in the training process)", *_table(job, wide)),
     ]
-    print_either({"file": file, "daemon": values, "job": job}, lines, as_json=as_json)
+    found = {"file": file, "daemon": values, "retention": retention, "job": job}
+    print_either(found, lines, as_json=as_json)
 
 
 @app.command(short_help="Print the settings that cannot be used.")
@@ -122,6 +128,16 @@ def _chosen(settings: Any) -> dict[str, Any]:
     if settings.threads is None:
         found["threads"] = encode_threads()
     return found
+
+
+def _retention_values(path: Path | None) -> dict[str, dict[str, Any]]:
+    from capd.config import load_retention
+
+    settings = load_retention(path=path)
+    return {
+        name: {"value": value, "origin": f"file {path}" if name in settings.model_fields_set else "default"}
+        for name, value in settings.model_dump(mode="json").items()
+    }
 
 
 def _job_values(path: Path | None) -> dict[str, dict[str, Any]]:

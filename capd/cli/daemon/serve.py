@@ -96,14 +96,14 @@ def serve(
       8  stopped, and records are left unsealed
     """
     from capd.cli.output import note
-    from capd.config import load_daemon_settings, misspelt_variables
+    from capd.config import load_daemon_settings, load_retention, misspelt_variables
 
     flags = {
         "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
         "max_disk": max_disk, "keep_free": keep_free, "allow_uid": allow_uid, "durability": durability,
         "codec": codec,
     }  # fmt: skip
-    settings = load_daemon_settings(flags, path=config)
+    settings, retention = load_daemon_settings(flags, path=config), load_retention(path=config)
     # `capd run` has printed these lines already.
     for line in misspelt_variables() if parent is None else ():
         note(line)
@@ -118,4 +118,4 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
-    raise typer.Exit(Daemon(settings, parent).run())
+    raise typer.Exit(Daemon(settings, parent, retention.policy).run())

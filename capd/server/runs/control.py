@@ -28,6 +28,7 @@ from capd_client.protocol.selection import Ranges
 __all__ = ["Controller"]
 
 SEAL_TIMEOUT_S = 600.0
+RELEASE_TIMEOUT_S = 5.0
 # The shortest time between two looks at the ranks. It grows to 5 % of the waited time, at most _MAX_LOOK_S.
 _LOOK_S = 0.02
 _MAX_LOOK_S = 1.0
@@ -63,6 +64,8 @@ class Controller:
             return ControlReply("ok", "the daemon is shutting down")
         if message.verb == "seal":
             return self._seal(message.run_id)
+        if message.verb == "release":
+            return self._release(message.run_id)
         if message.selection is not None:
             try:
                 message.selection.check()
@@ -77,6 +80,12 @@ class Controller:
         if message.verb != "status":
             return _steer(run, message, until_done)
         return _reply("ok", f"run {run.run_id}", run)
+
+    def _release(self, run_id: str | None) -> ControlReply:
+        if run_id is None:
+            return ControlReply("usage", "release needs the name of a run")
+        problem = self.registry.release(run_id, RELEASE_TIMEOUT_S)
+        return ControlReply("failed", problem) if problem else ControlReply("ok", f"released {run_id}")
 
     def _live_run(self, run_id: str | None) -> Run | ControlReply:
         live = {run.run_id: run for run in self.registry.runs() if run.alive()}

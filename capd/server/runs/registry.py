@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from capd.errors import ArenaError, ConfigError, StoreError
+from capd.lifecycle.trash import settle
 from capd.metrics import RunStats
 from capd.server.net.peer import Refusal
 from capd.server.pipeline.pipeline import Pipeline
@@ -63,6 +64,8 @@ class Registry:
         self._closing = False
         # The bytes that this daemon added to runs that it forgot. They count against the disk budget.
         self._forgotten_nbytes = 0
+        # The same by the path of the run.
+        self._forgotten: dict[Path, int] = {}
         # Forgotten runs whose stores are being closed.
         self._closings: dict[str, Future[None]] = {}
 
@@ -155,6 +158,11 @@ class Registry:
         with run.opening:
             if run.opened:
                 return
+            try:
+                # A kill interrupted the removal of the run of this name.
+                settle(run.path)
+            except OSError as error:
+                raise StoreError(f"cannot complete the removal of {run.path}: {error}") from error
             self._pipeline.open_run(run.run_id)
             totals = self._pipeline.run_stats(run.run_id)
             overhead = self._pipeline.overhead_nbytes(run.run_id)
@@ -258,6 +266,25 @@ class Registry:
                 raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
             return self._upkeep.begin_seal(run)
 
+    def release(self, run_id: str, timeout_s: float) -> str:
+        """Close a sealed run without ranks, so that it can be removed. A rank that comes later opens it again.
+
+        Returns:
+            Why the run stays open; "" if it is closed now.
+        """
+        with self._lock:
+            run = self._runs.get(run_id)
+            if run is not None:
+                if run.ranks or run.arriving:
+                    return f"run {run_id!r} has ranks"
+                if not run.sealed:
+                    return f"run {run_id!r} is not sealed yet; `capd ctl seal` seals it"
+                self._forget(run)
+            closing = self._closings.get(run_id)
+        if closing is not None and not wait([closing], timeout_s).done:
+            return f"run {run_id!r} could not be closed within {timeout_s:g} s"
+        return ""
+
     def is_quiet(self) -> bool:
         """Return whether no rank is here or may come back, and everything is sealed."""
         return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
@@ -308,15 +335,23 @@ class Registry:
                 if rank.at_rest:
                     log_end(rank, row)
 
+    def _forget(self, run: Run) -> None:
+        """Begin to close a sealed run without ranks. The caller holds the lock."""
+        # Its seal may have ended after the last tick.
+        self._measure(run)
+        del self._runs[run.run_id]
+        self._forgotten_nbytes += run.added_nbytes
+        self._forgotten[run.path] = self._forgotten.get(run.path, 0) + run.added_nbytes
+        self._closings[run.run_id] = self._pipeline.close_run(run.run_id)
+
     def _forget_old_runs(self) -> None:
         with self._lock:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
-                # Its seal may have ended after the last tick.
-                self._measure(run)
-                del self._runs[run.run_id]
-                self._forgotten_nbytes += run.added_nbytes
-                self._closings[run.run_id] = self._pipeline.close_run(run.run_id)
+                self._forget(run)
+            for path in [path for path in self._forgotten if not path.exists()]:
+                # The run was removed, so its bytes no longer count.
+                self._forgotten_nbytes -= self._forgotten.pop(path)
             for run_id, closing in list(self._closings.items()):
                 if closing.done():
                     del self._closings[run_id]

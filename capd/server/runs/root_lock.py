@@ -18,7 +18,7 @@ import msgspec
 from capd.errors import NO_SPACE, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
-__all__ = ["OwnerNote", "RootLock", "reading_lock"]
+__all__ = ["OwnerNote", "RootLock", "owner_of", "reading_lock"]
 
 _MAX_NOTE_NBYTES = 1 << 20
 
@@ -114,6 +114,18 @@ def reading_lock(root: Path, node: str) -> Iterator[None]:
         except BlockingIOError:
             raise _busy(root, _read_note(fd)) from None
         yield
+    finally:
+        os.close(fd)
+
+
+def owner_of(root: Path, node: str) -> OwnerNote:
+    """Return the note of the daemon of a node, which is empty after an orderly end, and stays after a kill."""
+    try:
+        fd = os.open(root / f".capd-{node}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return OwnerNote()
+    try:
+        return _read_note(fd)
     finally:
         os.close(fd)
 

@@ -1,0 +1,1 @@
+"""The commands about whole runs: runs, du, rm, prune, tag, pin, unpin and gc."""
