@@ -1,9 +1,9 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]` and `[retention]` belong to the daemon. Its other keys belong to
-the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment
-variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
+`./capd.toml` is used if it exists. Its tables `[daemon]` and `[retention]` belong to the daemon. Its other keys belong
+to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
+environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 """
 
 from __future__ import annotations

@@ -57,6 +57,14 @@ VERBS: dict[str, _Verb] = {
     "import": _Verb(
         "store.import_", "import_files", "Read .pt files of tensor_saver, or exported ones, into a run."
     ),
+    "runs": _Verb("lifecycle.runs", "runs", "List runs: when, state, steps, records, size, command."),
+    "du": _Verb("lifecycle.du", "du", "Count the disk space of runs, series and the trash."),
+    "rm": _Verb("lifecycle.rm", "rm", "Remove runs, or series of a run, into the trash; bring runs back."),
+    "prune": _Verb("lifecycle.prune", "prune", "Remove the runs that no rule keeps."),
+    "tag": _Verb("lifecycle.tag", "tag", "Add tags to a run."),
+    "pin": _Verb("lifecycle.tag", "pin", "Pin runs: nothing removes them."),
+    "unpin": _Verb("lifecycle.tag", "unpin", "Unpin runs."),
+    "gc": _Verb("lifecycle.gc", "gc", "Free the trash, quarantines and leftovers of kills."),
     "verify": _Verb("store.verify", "verify", "Check a run for damage, and repair it."),
     "doctor": _Verb("daemon.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
     "config": _Verb("daemon.config", "app", "Show the settings in effect and where each comes from."),

@@ -70,5 +70,8 @@ def _named(place: Path, found: Sequence[Path], run: str) -> Path:
     for path in found:
         if path.name in (run, f"{run}.zarr"):
             return path
+    from capd.store.documents.tombstone import check_present
+
+    check_present(place / f"{run.removesuffix('.zarr')}.zarr")
     names = ", ".join(path.stem for path in found[-5:]) or "none"
     raise NotAStore(f"no run {run!r} in {place}; the newest runs there: {names}")

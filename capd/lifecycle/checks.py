@@ -51,7 +51,9 @@ def check_place(run: Path) -> None:
         )
     check_root(run.parent)
     if not run.is_dir():
-        raise NotAStore(f"{run} is no run directory, nothing removed; `capd runs {run.parent}` lists the runs")
+        raise NotAStore(
+            f"{run} is no run directory, nothing removed; `capd runs {run.parent}` lists the runs"
+        )
     if run.suffix != ".zarr":
         raise NotAStore(f"{run} does not end in .zarr, nothing removed; only a run of capd is removed")
     try:
@@ -101,7 +103,8 @@ def check_held(run: Path, *, is_alone: bool = False) -> RunFacts:
         raise StoreError(f"{run} is pinned, nothing removed; `capd unpin {run}` first")
     if facts.state == "unreadable":
         raise StoreError(
-            f"{run} cannot be read ({facts.problem}), nothing removed; `capd verify {run}` tells more, or remove it by hand"
+            f"{run} cannot be read ({facts.problem}), nothing removed; `capd verify {run}` tells more, or remove it by "
+            "hand"
         )
     return facts
 

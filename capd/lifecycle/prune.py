@@ -44,9 +44,7 @@ def plan_for(root: Path, policy: Policy, *, keep_newest: bool = False) -> list[P
         )
     # A run that a kill left half removed leaves with the others.
     runs = [facts for facts in inventory(root) if facts.state != "removing"]
-    candidates = [
-        Candidate(one.path.name, one.ended_s, one.nbytes, one.tags, why_held(one)) for one in runs
-    ]
+    candidates = [Candidate(one.path.name, one.ended_s, one.nbytes, one.tags, why_held(one)) for one in runs]
     verdicts = plan(candidates, policy, time.time(), keep_newest=keep_newest)
     if runs and not any(verdict.keep for verdict in verdicts):
         raise ConfigError(
@@ -57,7 +55,11 @@ def plan_for(root: Path, policy: Policy, *, keep_newest: bool = False) -> list[P
 
 
 def prune_now(
-    root: Path, planned: Iterable[Planned], by: str, release: Release, failed: Callable[[Path, Exception], None]
+    root: Path,
+    planned: Iterable[Planned],
+    by: str,
+    release: Release,
+    failed: Callable[[Path, Exception], None],
 ) -> Iterator[RunFacts]:
     """Move the runs that a plan does not keep into the trash. Yield each one that was moved.
 

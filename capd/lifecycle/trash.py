@@ -1,8 +1,8 @@
 """The removal of whole runs into the trash, the way back, and the end of what lies there too long.
 
-Remove: tombstone in the run's document → note beside the runs → rename into the trash. A run with a tombstone at its old
-place was left by a kill: `finish` moves it. Free: the entry gets a name that marks it, then shards, then the rest go. A
-marked entry is only freed further. Every step can be repeated.
+Remove: tombstone in the run's document → note beside the runs → rename into the trash. A run with a tombstone at its
+old place was left by a kill: `finish` moves it. Free: the entry gets a name that marks it, then shards, then the rest
+go. A marked entry is only freed further. Every step can be repeated.
 
 The callers hold the lock of the store's housekeeping, but for `settle`, which a daemon calls that opens a run.
 """
@@ -200,9 +200,7 @@ def entries(root: Path) -> list[Entry]:
         # A kill left an empty one before the run came, or after the run was brought back.
         is_marked = not names or place.name.endswith(DELETING)
         is_run = not name.endswith(".series")
-        found.append(
-            Entry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked)
-        )
+        found.append(Entry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked))
     return found
 
 

@@ -68,7 +68,9 @@ class Retention(threading.Thread):
         planned = plan_for(self._root, self._policy, keep_newest=True)
         reasons = {one.facts.path: one.verdict.reason for one in planned}
         with housekeeping(self._root):
-            for facts in prune_now(self._root, planned, f"{current_user()} ([retention])", self._release, _failed):
+            for facts in prune_now(
+                self._root, planned, f"{current_user()} ([retention])", self._release, _failed
+            ):
                 logger.info(
                     "[retention] moved run %s to the trash (%s, %s)",
                     facts.run_id, reasons[facts.path], human_nbytes(facts.nbytes),

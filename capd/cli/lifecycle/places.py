@@ -15,7 +15,16 @@ from capd.cli.stores import default_store
 from capd.errors import ConfigError, EndpointError
 from capd_client.process.text import printable
 
-__all__ = ["RootArgument", "RunsArgument", "Yes", "ask_for", "named_runs", "released", "root_of", "say_failed"]
+__all__ = [
+    "RootArgument",
+    "RunsArgument",
+    "Yes",
+    "ask_for",
+    "named_runs",
+    "released",
+    "root_of",
+    "say_failed",
+]
 
 RootArgument = Annotated[
     Path | None,

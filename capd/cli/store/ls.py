@@ -91,6 +91,10 @@ def ls(
             note(f"{path} has no tensors, only scalars")
         raise typer.Exit(list_scalars(opened, tests, limit, wide=wide, as_json=as_json))
     found = [row for row in everything if all(test(row) for test in tests)]
+    for gone in opened.removed:
+        note(
+            f"{human_count(len(gone.paths))} series with {human_count(gone.records, 'record')} were {gone.mark}"
+        )
     if not found:
         if as_json:
             print_json([])

@@ -132,6 +132,8 @@ def find_one(store: Store, name: str) -> Series:
     found = [series for series in everything if series.path.endswith(tails)]
     found = found or [series for series in everything if fnmatchcase(series.path, name)]
     if not found:
+        if (mark := store.removal_of(name)) is not None:
+            raise NothingMatched(f"series {name!r} of {store.path} was {mark}")
         raise NothingMatched(
             f"no series {name!r} in {store.path}; `capd ls {store.path}` lists them, and --scalars the scalars"
         )

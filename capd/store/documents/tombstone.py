@@ -1,7 +1,8 @@
 """The marks of a removal: in the attributes of a run's zarr.json, and as a note that stays when the run is gone.
 
-`removed` in a run's attributes says that the whole run is being removed. `removing` names series that are being removed,
-`removed_series` those that are gone. The note `<root>/.capd/removed/<run>.json` remains after the run left its place.
+`removed` in a run's attributes says that the whole run is being removed. `removing` names series that are being
+removed, `removed_series` those that are gone. The note `<root>/.capd/removed/<run>.json` remains after the run left
+its place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 from capd.errors import NotAStore, RemovedRun
 from capd.store.documents.json_document import is_length, read_document
 
-__all__ = ["RemovedSeries", "Tombstone", "check_present", "note_path", "removed_note", "removed_series", "tombstone_in"]
+__all__ = [
+    "RemovedSeries",
+    "Tombstone",
+    "check_present",
+    "note_path",
+    "removed_note",
+    "removed_series",
+    "tombstone_in",
+]
 
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -148,5 +157,5 @@ def check_present(run: Path, attributes: Mapping[str, Any] | None = None) -> Non
     mark = removed_note(run) if attributes is None else tombstone_in(attributes)
     if mark is not None:
         raise RemovedRun(
-            f"{run} was {mark}; `capd rm --restore {run}` brings it back while it is in the trash (`capd gc` lists that)"
+            f"{run} was {mark}; `capd rm --restore {run}` brings it back while it is in the trash (`capd gc` lists it)"
         )

@@ -73,8 +73,8 @@ class SeriesListing(Key, frozen=True, kw_only=True):
 class Store:
     """One run, read-only. It shows a snapshot, which `refresh()` updates.
 
-    `series` and `find` have the tensors, `scalars` and `scalar` the single numbers recorded beside them. `removed` names
-    the series that `capd rm --series` removed.
+    `series` and `find` have the tensors, `scalars` and `scalar` the single numbers recorded beside them. `removed`
+    names the series that `capd rm --series` removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,6 +106,11 @@ class Store:
                 node.series.pop(path, None)
         self.removed += half
         self._scalar_rows = None
+
+    @property
+    def nodes(self) -> list[NodeView]:
+        """The views of the nodes that wrote the run."""
+        return list(self._nodes)
 
     def __repr__(self) -> str:
         return f"<Store {self.path} with {len(self.series)} series>"

@@ -99,7 +99,9 @@ def _check(run: Path, paths: Iterable[str]) -> tuple[int, int]:
     wanted, records, stored = set(paths), 0, 0
     for node in nodes_of(run):
         directory = node_directory(run, node)
-        seal = f"seal it first: start `capd serve --store {run.parent}`, or `capd verify {run} --adopt {node}`"
+        seal = (
+            f"seal it first: start `capd serve --store {run.parent}`, or `capd verify {run} --adopt {node}`"
+        )
         if any((directory / "spool").glob("*")):
             raise StoreError(f"node {node} of {run} has records that are not sealed; {seal}")
         catalog = directory / CATALOG_NAME
