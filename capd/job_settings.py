@@ -19,7 +19,7 @@ __all__ = ["problems_of"]
 
 
 def problems_of(table: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each problem that the training job has with the file. The daemon's tables are left out."""
+    """Return one sentence for each problem that the training job has with the file. It ignores the daemon's tables."""
     problems: list[str] = []
     for key, value in table.items():
         if key not in FileSettings.__struct_fields__:

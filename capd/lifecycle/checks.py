@@ -9,6 +9,7 @@ from pathlib import Path
 
 from capd.errors import ConfigError, NotAStore, StoreBusy, StoreError
 from capd.lifecycle.inventory import RunFacts, look_at
+from capd.store.documents.tombstone import check_present
 from capd.store.documents.zarr_json import run_attributes
 
 __all__ = ["check_held", "check_place", "check_root", "current_user", "why_held"]
@@ -51,6 +52,7 @@ def check_place(run: Path) -> None:
         )
     check_root(run.parent)
     if not run.is_dir():
+        check_present(run)
         raise NotAStore(
             f"{run} is no run directory, nothing removed; `capd runs {run.parent}` lists the runs"
         )

@@ -306,6 +306,7 @@ class Registry:
                 run.steer()
                 self._upkeep.seal(run, now)
         self._forget_old_runs()
+        self._discount_a_removed_run()
 
     def recover_all(self, timeout_s: float) -> None:
         """Recover the captures in the arenas of ranks that are gone, before the pipeline ends."""
@@ -335,6 +336,21 @@ class Registry:
                 if rank.at_rest:
                     log_end(rank, row)
 
+    def _discount_a_removed_run(self) -> None:
+        """Look for one forgotten run after the other. The bytes of a removed one no longer count."""
+        with self._lock:
+            path = next(iter(self._forgotten), None)
+        if path is None:
+            return
+        is_there = path.exists()
+        with self._lock:
+            nbytes = self._forgotten.pop(path, 0)
+            if is_there:
+                # To the end of the line.
+                self._forgotten[path] = nbytes
+            else:
+                self._forgotten_nbytes -= nbytes
+
     def _forget(self, run: Run) -> None:
         """Begin to close a sealed run without ranks. The caller holds the lock."""
         # Its seal may have ended after the last tick.
@@ -349,9 +365,6 @@ class Registry:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
                 self._forget(run)
-            for path in [path for path in self._forgotten if not path.exists()]:
-                # The run was removed, so its bytes no longer count.
-                self._forgotten_nbytes -= self._forgotten.pop(path)
             for run_id, closing in list(self._closings.items()):
                 if closing.done():
                     del self._closings[run_id]

@@ -161,6 +161,10 @@ class Terminal:
             pass
         return self.text.replace("\r\n", "\n")
 
+    def type(self, text: str) -> None:
+        """Type on the keyboard."""
+        os.write(self._ours, text.encode())
+
     def resize(self, columns: int, rows: int) -> None:
         """Give the terminal another size."""
         self.screen.resize(columns, rows)
