@@ -12,7 +12,7 @@ import capd_client
 from capd.cli.app import VERBS
 from capd.cli.store.counters import Counters
 from capd.cli.store.ls import FIELDS
-from capd.config import DaemonSettings
+from capd.config import DaemonSettings, RetentionSettings
 from capd.drops import REMEDIES, REQUESTED, describe_drops
 from capd_client import tensor_saver
 from capd_client.config.file import FileSettings, WhenSettings
@@ -33,7 +33,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 ENTRY = re.compile(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", re.MULTILINE)
 CHINESE_PAGES = (
     "quickstart", "tutorial", "migration", "migration-files", "migration-runs", "comparing", "report", "plots",
-    "emulation", "cluster", "faq",
+    "emulation", "cluster", "faq", "lifecycle",
 )  # fmt: skip
 CHINESE = sorted(path for path in PAGES if path.name.endswith(".zh.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -182,7 +182,8 @@ def test_the_line_about_drops_names_every_reason_with_its_remedy() -> None:
 def test_every_setting_of_the_daemon_is_documented() -> None:
     text = page("configuration")
 
-    assert [field for field in DaemonSettings.model_fields if f"| `{field}`" not in text] == []
+    fields = [*DaemonSettings.model_fields, *RetentionSettings.model_fields]
+    assert [field for field in fields if f"| `{field}`" not in text] == []
 
 
 def test_every_variable_that_the_client_reads_is_documented() -> None:
@@ -190,7 +191,7 @@ def test_every_variable_that_the_client_reads_is_documented() -> None:
     source = "".join(path.read_text() for path in files if path.parent.name != "bootstrap")
     read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
 
-    keys = {name for name in FileSettings.__struct_fields__ if name not in ("when", "daemon")}
+    keys = {name for name in FileSettings.__struct_fields__ if name not in ("when", "daemon", "retention")}
     keys |= {f"when.{name}" for name in WhenSettings.__struct_fields__}
     assert keys <= {setting.key for setting in _SETTINGS.values()}
     assert {key for key in keys if f"| `{key}` |" not in page("configuration")} == set()

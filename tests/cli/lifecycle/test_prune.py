@@ -27,7 +27,8 @@ def test_without_yes_each_run_has_its_reason_and_nothing_changes(capd: Capd, man
     assert found.code == 0
     rows = [line.split(maxsplit=2) for line in found.out.splitlines()[1:]]
     assert [row[:2] for row in rows] == [["keep", "a"], ["remove", "b"], ["keep", "c"]]
-    assert [row[2].rstrip().endswith(end) for row, end in zip(rows, ("tag paper", "no rule keeps it", "last 1"), strict=True)] == [True] * 3  # fmt: skip
+    ends = ("tag paper", "no rule keeps it", "one of the last 1")
+    assert all(row[2].rstrip().endswith(end) for row, end in zip(rows, ends, strict=True))
     assert "nothing removed; --yes removes 1 run" in found.err
     assert files_below(root) == before
 
