@@ -42,7 +42,7 @@ class RunFacts:
 
     Attributes:
         path: Its directory.
-        run_id: Its id.
+        run_id: The name of its directory without `.zarr`, which is its id unless somebody copied it.
         started_s: When its first rank came, as seconds since 1970; else the time of its document.
         ended_s: The time of its last change.
         state: What happens to it now.
@@ -111,7 +111,6 @@ def look_at(run: Path, *, is_alone: bool = False) -> RunFacts:
         written = not is_alone and is_written(run)
         facts.started_s = facts.ended_s = (run / "zarr.json").stat().st_mtime
         attributes = run_attributes(run, removed=True)
-        facts.run_id = str(attributes.get("run_id", facts.run_id))
         facts.tags, facts.is_pinned = _tags(attributes), attributes.get("pinned") is True
         facts.nodes = nodes_of(run)
         sessions = [(node, row) for node in facts.nodes for row in _add_node(facts, node)]

@@ -27,6 +27,7 @@ __all__ = [
     "tombstone_in",
 ]
 
+_MAX_USER_CHARS = 256
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -89,11 +90,13 @@ def _mark(found: Any) -> Tombstone | None:
     if not isinstance(found, dict):
         return None
     at, by = found.get("at"), found.get("by")
+    if not isinstance(at, str) or not isinstance(by, str) or len(by) > _MAX_USER_CHARS:
+        return None
     try:
         datetime.datetime.strptime(at, _FORMAT)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
-    return Tombstone(at, by) if isinstance(by, str) and len(by) <= 256 else None
+    return Tombstone(at, by)
 
 
 def removed_series(attributes: Mapping[str, Any], member: str = "removed_series") -> list[RemovedSeries]:

@@ -50,6 +50,7 @@ class Locator:
             ordinals: All chunks of the record.
 
         Raises:
+            RemovedRun: The run or the series was removed since the view was made.
             DamagedRecord: No file holds the record undamaged.
             StoreError: A file cannot be read.
         """
@@ -59,6 +60,7 @@ class Locator:
                 if found is not None:
                     return found
             self._node.look_again()
+        self._node.check_removal(self._header.path)
         path = self._shard(number)[1]
         raise self.damage(number, "no COMMIT frame there or in the spool names it", path)
 

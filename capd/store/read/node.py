@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from capd.errors import StoreError
+from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.catalog.opening import DamagedCatalog, connect_read_only, regular_nbytes
 from capd.store.catalog.rows import (
     CATALOG_NAME,
@@ -36,6 +36,8 @@ from capd.store.catalog.rows import (
 from capd.store.catalog.sessions import read_sessions
 from capd.store.documents.headers import fits
 from capd.store.documents.json_document import is_shallow
+from capd.store.documents.tombstone import removed_series
+from capd.store.documents.zarr_json import run_attributes
 from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader
 from capd.store.format.ranges import RangeSet
 from capd.store.format.statistics import is_possible
@@ -81,6 +83,23 @@ class NodeView:
         """Read the spool again. The records of this view stay the same."""
         self.spooled = self.spool.read()
 
+    def check_removal(self, path: str = "") -> None:
+        """Check that the run, and the series at `path`, were not removed since the view was made.
+
+        Raises:
+            RemovedRun: One of them was. The message says when and by whom.
+        """
+        try:
+            attributes = run_attributes(self.run)
+        except RemovedRun:
+            raise
+        except NotAStore:
+            return
+        if path and not (self.run / path).is_dir():
+            for gone in (*removed_series(attributes, "removing"), *removed_series(attributes)):
+                if path in gone.paths:
+                    raise RemovedRun(f"series {path} of {self.run} was {gone.mark}")
+
     # -- the catalog --------------------------------------------------------------------------------------
 
     def _read_catalog(self) -> None:
@@ -118,7 +137,11 @@ class NodeView:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        database = self._connection or connect_read_only(self._catalog)
+        try:
+            database = self._connection or connect_read_only(self._catalog)
+        except StoreError:
+            self.check_removal()
+            raise
         try:
             yield database
         except sqlite3.OperationalError as error:

@@ -81,6 +81,7 @@ class SeriesRows:
             held = fetch(self._row.header.path, window * _WINDOW, (window + 1) * _WINDOW)
             windows.put(window, held)
         if number not in held:
+            self._node.check_removal(self._row.header.path)
             raise DamagedRecord(
                 f"{self._row.header.path}#{number}: neither the catalog nor the frames of {self._node.directory} "
                 "have a row of it; `capd verify` lists all damage"

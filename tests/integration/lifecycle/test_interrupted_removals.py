@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from capd.errors import NotAStore, RemovedRun
+from capd.errors import RemovedRun
 from capd.lifecycle.inventory import look_at
 from capd.store.disk.failpoints import NAMES
 from capd.store.read.store import Store, open_store
@@ -163,10 +163,15 @@ def test_a_writer_that_comes_after_a_kill_begins_a_new_run(root: Path) -> None:
     assert [len(series) for series in open_store(root / "old.zarr").series] == [3, 3]
 
 
-def test_readers_with_open_files_go_on(root: Path) -> None:
-    reader = open_store(root / "old.zarr").series[1]
-    before = reader.numpy(0)
+def test_a_reader_from_before_is_told_of_the_removal_and_not_of_damage(root: Path) -> None:
+    run = root / "old.zarr"
+    store = open_store(run)
+    first, second = store.series
+    before = second.numpy(0)
+    assert run_capd("rm", run, "--series", first.path, "--yes").code == 0
+    with pytest.raises(RemovedRun, match=r"series .* was removed on"):
+        first.numpy(0)
+    assert (second.numpy(0) == before).all()
     assert command("rm", root).code == 0
-    assert (reader.numpy(0) == before).all()
-    with pytest.raises(NotAStore):
-        open_store(root / "old.zarr")
+    with pytest.raises(RemovedRun, match="was removed on"):
+        second.numpy(0)
