@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 __all__ = [
-    "any_of", "field_lists", "format_lists", "pairs_between", "run_names", "run_words", "series_paths", "store_paths",
+    "any_of", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words", "series_paths", "store_paths",
     "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
@@ -49,6 +49,11 @@ def _offered(find: Find) -> Complete:
 def any_of(*words: str) -> Complete:
     """Complete one of these words."""
     return _offered(lambda _ctx, _incomplete: words)
+
+
+def lists_of(*words: str) -> Complete:
+    """Complete these words with commas between them."""
+    return _offered(lambda _ctx, incomplete: _listed(incomplete, words))
 
 
 def values_of(field: str) -> Complete:
@@ -182,7 +187,11 @@ def _run(ctx: typer.Context) -> Path:
 
 def _place(ctx: typer.Context) -> Path:
     """Return STORE, or the default store. After an option that still lacks its value, STORE is no parameter yet."""
-    return Path(ctx.params.get("store") or next(iter(ctx.args), None) or _default_store())
+    runs: Any = ctx.params.get("runs") or ctx.args
+    given = Path(ctx.params.get("store") or next(iter(runs), None) or _default_store())
+    # A command about runs also takes the name of one in the default store.
+    named = _default_store() / f"{given}.zarr"
+    return named if len(given.parts) == 1 and not given.exists() and named.is_dir() else given
 
 
 def _runs(root: Path) -> list[Path]:

@@ -66,9 +66,23 @@ def test_stores_runs_and_series_are_offered(ask: Callable[..., list[str]], store
     assert ask("verify", f"{store}/s") == runs[1:]
     assert ask("compare", runs[0], f"{store}/") == runs
     assert ask("ls", store, "--run", "") == ["second", "first"]
+    for command in ("rm", "pin", "unpin", "tag"):
+        assert ask(command, f"{store}/s") == runs[1:]
+    for command in ("runs", "prune", "gc"):
+        assert ask(command, store[:3]) == [store]
+    assert ask("rm", runs[1], "--series", "bf16/rank0/")
     found = ask("show", store, "bf16/rank0/")
     assert found
     assert all(path.startswith("bf16/rank0/") for path in found)
+
+
+def test_names_of_runs_and_tags_of_the_default_store_are_offered(capd: Capd, tmp_path: Path) -> None:
+    write_scalars(tmp_path / "captures", "mine", [[0.5]], [1.0])
+    assert capd("tag", tmp_path / "captures" / "mine.zarr", "paper").code == 0
+
+    assert "mine" in offered(capd, "rm", "m", cwd=tmp_path)
+    assert offered(capd, "prune", "--keep-tag", "p", cwd=tmp_path) == ["paper"]
+    assert offered(capd, "tag", "mine", "", cwd=tmp_path) == ["paper"]
 
 
 def test_scalars_are_offered_where_a_command_takes_them(capd: Capd, tmp_path: Path) -> None:
@@ -85,6 +99,7 @@ def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
     assert ask("ls", "x", "--by", "op") == ["operation"]
     assert ask("compare", "x", "--by", "layer,i") == ["layer,iteration"]
     assert ask("compare", "x", "--formats", "hifp8,mxfp") == ["hifp8,mxfp8", "hifp8,mxfp6", "hifp8,mxfp4"]
+    assert ask("du", "x", "--by", "run,q") == ["run,quant_type"]
     assert ask("plot", "x", "heat") == ["heatmap"]
     assert ask("plot", "x", "heatmap", "--metric", "s") == ["sqnr", "saturation"]
     assert ask("export", "--to", "n") == ["npz"]

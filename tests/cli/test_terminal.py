@@ -54,6 +54,11 @@ COMMANDS = [
     ("compare", "SELF"),
     ("doctor", "--quick"),
     ("config", "show"),
+    ("runs",),
+    ("du",),
+    ("rm",),
+    ("prune", "--keep-last", "1"),
+    ("gc",),
 ]
 FURTHER = [
     ("ls", "--by", "module"),
@@ -65,21 +70,24 @@ FURTHER = [
     ("compare", "--between", "layer=0,1", "--by", "module", "--ignore", "module"),
     ("compare", "--between", "layer=0,1", "--records", "--ignore", "module"),
     ("compare", "SELF", "--records"),
+    ("du", "--by", "run,layer,tensor_name"),
 ]
 WITHOUT_STORE = ("doctor", "config")
+OF_A_DIRECTORY = ("runs", "prune", "gc")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with long names, large and small numbers, and two ranks."""
     root, rng = tmp_path_factory.mktemp("terminal"), np.random.default_rng(80)
+    (root / ".capd" / "trash" / "20261126T190300Z-1" / f"{'long' * 20}.zarr").mkdir(parents=True)
     writer = StoreWriter(root)
     for layer in range(2):
         for name, scale in (("input", 1e3), ("weight", 0.02), ("grad_output", 1e-7)):
             values = rng.normal(scale=scale, size=(64, 64)).astype("f4")
             key = linear_key(module=LONG.format(layer), layer=layer, tensor_name=name)
             writer.put("run", key, values, "float32", Moment(iteration=1000, time_ns=1))
-    writer.save_session("run", session_row())
+    writer.save_session("run", session_row(command="python train.py " + "--option value " * 20))
     writer.close()
     return root / "run.zarr"
 
@@ -109,7 +117,7 @@ def check(shown: str) -> None:
 )
 def test_every_command_fits_80_columns(command: tuple[str, ...], store: Path) -> None:
     verb, *rest = (str(store) if word == "SELF" else word for word in command)
-    place = [] if verb in WITHOUT_STORE else [store]
+    place = [] if verb in WITHOUT_STORE else [store.parent if verb in OF_A_DIRECTORY else store]
     shown = in_terminal(verb, *place, *rest)
 
     assert shown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.completion import any_of, store_paths
+from capd.cli.completion import lists_of, store_paths
 from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.stores import default_store, is_run
@@ -38,7 +38,7 @@ def du(
     by: Annotated[
         str,
         option(
-            "--by", "FIELDS", f"Count by these, with commas: {', '.join(_BY)}.", autocompletion=any_of(*_BY)
+            "--by", "FIELDS", f"Count by these, with commas: {', '.join(_BY)}.", autocompletion=lists_of(*_BY)
         ),
     ] = "run",
     check: Annotated[

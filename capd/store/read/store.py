@@ -263,13 +263,18 @@ class Store:
         return [row for node in self._nodes for row in node.sessions]
 
     def totals(self) -> Totals:
-        """Return the counters of the run. Records are counted in the store; the rest sums the sessions."""
+        """Return the counters of the run. Records are counted in the store; the rest sums the sessions.
+
+        Records of removed series count as committed.
+        """
         held = held_by(row for node in self._nodes for row in node.series.values())
         sessions = self.sessions
         dropped = dict(sum((Counter(session.dropped) for session in sessions), Counter()))
+        # Records of removed series were committed, too.
+        committed = held.records + sum(gone.records for gone in self.removed)
         return Totals(
-            offered=max(sum(s.offered for s in sessions), held.records + sum(dropped.values())),
-            committed=held.records,
+            offered=max(sum(s.offered for s in sessions), committed + sum(dropped.values())),
+            committed=committed,
             in_flight=sum(s.in_flight for s in sessions),
             dropped=dropped,
             **asdict(held),

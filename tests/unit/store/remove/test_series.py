@@ -50,6 +50,9 @@ def test_readers_do_not_find_them_and_say_when_they_were_removed(tmp_path: Path)
     with pytest.raises(NoSuchSeries, match="was removed on 2026-11-26 19:03 UTC by alice"):
         store[path]
     assert [one.mark for one in store.removed] == [MARK]
+    totals = store.totals()
+    assert (totals.offered, totals.committed, totals.records) == (13, 12, 8)
+    assert totals.offered == totals.committed + sum(totals.dropped.values()) + totals.in_flight
     # Plain readers see no hole.
     assert path not in zarr.open_group(str(run), mode="r")
     assert verify_run(run).damaged == []
