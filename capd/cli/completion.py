@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 __all__ = [
-    "any_of", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words", "series_paths", "store_paths",
-    "store_roots", "tag_words", "values_of",
+    "any_of", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words", "series_paths",
+    "store_paths", "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
 Complete = Callable[[typer.Context, str], list[str]]

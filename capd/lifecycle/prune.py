@@ -11,7 +11,7 @@ from capd.errors import ConfigError, StoreError
 from capd.lifecycle.checks import check_root, why_held
 from capd.lifecycle.inventory import RunFacts, inventory
 from capd.lifecycle.policy import Candidate, Policy, Verdict, plan
-from capd.lifecycle.trash import Entry, Release, entries, finish, free, remove_run
+from capd.lifecycle.trash import Release, TrashEntry, entries, finish, free, remove_run
 
 __all__ = ["Planned", "free_due", "plan_for", "prune_now"]
 
@@ -86,7 +86,7 @@ def prune_now(
 
 def free_due(
     root: Path, failed: Callable[[Path, Exception], None], *, everything: bool = False
-) -> Iterator[tuple[Entry, int]]:
+) -> Iterator[tuple[TrashEntry, int]]:
     """Free what has been in the trash for seven days. Yield each entry with the freed bytes.
 
     The caller holds the lock of the store's housekeeping.

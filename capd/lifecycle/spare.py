@@ -10,7 +10,7 @@ from pathlib import Path
 from capd.errors import CapdError, StoreError
 from capd.lifecycle.checks import check_place
 from capd.lifecycle.inventory import run_paths
-from capd.lifecycle.trash import KEEP_S, Entry, entries, finish, free
+from capd.lifecycle.trash import KEEP_S, TrashEntry, entries, finish, free
 from capd.lifecycle.usage import spare_files
 from capd.store.disk.files import remove_tree, unlink
 from capd.store.disk.run_lock import RunLock, is_written
@@ -40,7 +40,7 @@ class Spare:
     since_s: float
     due_s: float
     is_due: bool
-    entry: Entry | None = None
+    entry: TrashEntry | None = None
 
 
 def spare_in(root: Path, *, everything: bool = False) -> list[Spare]:

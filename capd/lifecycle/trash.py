@@ -31,7 +31,7 @@ from capd.store.documents.zarr_json import run_attributes
 from capd.store.remove.trash_place import DELETING, entry_name, new_entry, trash_of
 
 __all__ = [
-    "KEEP_S", "Entry", "Release", "alone_in", "entries", "finish", "free", "remove_run", "restore", "settle",
+    "KEEP_S", "TrashEntry", "Release", "alone_in", "entries", "finish", "free", "remove_run", "restore", "settle",
 ]  # fmt: skip
 
 KEEP_S = 7 * 86_400.0
@@ -43,7 +43,7 @@ _PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TrashEntry:
     """Something in the trash.
 
     Attributes:
@@ -187,9 +187,9 @@ def _unmark(capd: dict[str, object]) -> None:
     capd.pop("removed", None)
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[TrashEntry]:
     """Return what is in the trash of a store root, the oldest first. What nothing explains is left out."""
-    found: list[Entry] = []
+    found: list[TrashEntry] = []
     trash = trash_of(root)
     for place in sorted(trash.iterdir()) if trash.is_dir() and not trash.is_symlink() else ():
         removed_s = _time_of(place.name)
@@ -200,11 +200,13 @@ def entries(root: Path) -> list[Entry]:
         # A kill left an empty one before the run came, or after the run was brought back.
         is_marked = not names or place.name.endswith(DELETING)
         is_run = not name.endswith(".series")
-        found.append(Entry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked))
+        found.append(
+            TrashEntry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked)
+        )
     return found
 
 
-def free(entry: Entry) -> int:
+def free(entry: TrashEntry) -> int:
     """Delete what is in an entry of the trash: the shards, then the rest. Return the freed bytes.
 
     Raises:

@@ -111,7 +111,7 @@ def _into_trash(
 ) -> tuple[list[RunFacts], list[tuple[Path, Exception]]]:
     from capd.lifecycle.checks import current_user
     from capd.lifecycle.house_lock import housekeeping
-    from capd.lifecycle.trash import entries, free, remove_run
+    from capd.lifecycle.trash import entries, finish, free, remove_run
 
     removed: list[RunFacts] = []
     failed: list[tuple[Path, Exception]] = []
@@ -124,6 +124,8 @@ def _into_trash(
                     for found in entries(root):
                         if found.place == entry:
                             free(found)
+                # Those that a kill interrupted.
+                finish(root)
         except (CapdError, OSError) as error:
             failed.append((one.path, error))
         else:

@@ -23,6 +23,7 @@ __all__ = ["RunLock", "is_written"]
 _FLOCK = struct.Struct("@hhqqi0q")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _RETRY_S = 0.02
+PATIENCE_S = 30.0
 
 
 class RunLock:
@@ -32,25 +33,33 @@ class RunLock:
         self._fd = fd
 
     @classmethod
-    def shared(cls, run: Path) -> RunLock:
-        """Return the lock of a writer. A removal in progress is waited for: it holds the lock for seconds at most.
+    def shared(cls, run: Path, patience_s: float = PATIENCE_S) -> RunLock:
+        """Return the lock of a writer.
+
+        Args:
+            run: The run.
+            patience_s: The time to wait for a removal, in seconds. It holds the lock for seconds at most.
 
         Raises:
+            StoreBusy: A removal held the lock for too long (retry).
             StoreError: The file system has no locks.
             OSError: The lock file cannot be made.
         """
+        until = time.monotonic() + patience_s
         while True:
             make_directory(run / ".capd")
             fd = _opened(run, os.O_RDWR | os.O_CREAT)
             try:
-                _lock(fd, fcntl.F_OFD_SETLKW, fcntl.F_RDLCK, run)
-                if _is_named(fd, run):
+                # After the wait, the run may have been removed with its lock file.
+                if _lock(fd, fcntl.F_RDLCK, run) and _is_named(fd, run):
                     return cls(fd)
+                if time.monotonic() >= until:
+                    raise StoreBusy(f"{run} is being removed; try again when `capd rm` has ended", retry=True)
             except BaseException:
                 os.close(fd)
                 raise
-            # The run was removed while this call waited.
             os.close(fd)
+            time.sleep(_RETRY_S)
 
     @classmethod
     def alone(cls, run: Path, patience_s: float = 0.0) -> RunLock:
@@ -69,7 +78,7 @@ class RunLock:
         make_directory(run / ".capd")
         fd = _opened(run, os.O_RDWR | os.O_CREAT)
         try:
-            while not _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, run):
+            while not _lock(fd, fcntl.F_WRLCK, run):
                 if time.monotonic() >= until:
                     raise StoreBusy(f"{run} is open: a daemon or another command of capd is writing it")
                 time.sleep(_RETRY_S)
@@ -114,10 +123,10 @@ def _opened(run: Path, flags: int) -> int:
     return os.open(run / ".capd" / "lock", flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _lock(fd: int, command: int, kind: int, run: Path) -> bool:
+def _lock(fd: int, kind: int, run: Path) -> bool:
     """Take the lock. Return False if another owner has it."""
     try:
-        fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 _MAX_USER_CHARS = 256
+# The name of an entry of the trash leads nowhere else.
+_ENTRY = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9]{1,6}")
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -117,7 +120,9 @@ def _series(given: list[Any]) -> Iterator[RemovedSeries]:
             continue
         entry, paths = one.get("entry"), one.get("paths")
         counts = one.get("records"), one.get("stored_bytes")
-        if not isinstance(entry, str) or not isinstance(paths, list) or not all(map(is_length, counts)):
+        if not isinstance(entry, str) or not _ENTRY.fullmatch(entry):
+            continue
+        if not isinstance(paths, list) or not all(map(is_length, counts)):
             continue
         if all(isinstance(path, str) and is_series_path(path) for path in paths):
             yield RemovedSeries(mark, entry, *counts, tuple(paths))

@@ -66,6 +66,14 @@ def test_a_writer_that_waits_for_a_removal_finds_a_new_run(tmp_path: Path) -> No
     held[0].release()
 
 
+def test_a_writer_does_not_wait_for_ever(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    run.mkdir()
+    with RunLock.alone(run), pytest.raises(StoreBusy, match="is being removed; try again") as refused:
+        RunLock.shared(run, patience_s=0.0)
+    assert refused.value.retry
+
+
 def test_a_removal_waits_as_long_as_it_may(tmp_path: Path) -> None:
     run = tmp_path / "run.zarr"
     writer = RunLock.shared(run)
