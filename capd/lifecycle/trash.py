@@ -31,7 +31,16 @@ from capd.store.documents.zarr_json import run_attributes
 from capd.store.remove.trash_place import DELETING, entry_name, new_entry, trash_of
 
 __all__ = [
-    "KEEP_S", "TrashEntry", "Release", "alone_in", "entries", "finish", "free", "remove_run", "restore", "settle",
+    "KEEP_S",
+    "Release",
+    "TrashEntry",
+    "alone_in",
+    "entries",
+    "finish",
+    "free",
+    "remove_run",
+    "restore",
+    "settle",
 ]  # fmt: skip
 
 KEEP_S = 7 * 86_400.0

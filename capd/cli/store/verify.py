@@ -15,7 +15,7 @@ from capd.cli.completion import store_paths
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import StatusLine
 from capd.cli.stores import default_store, is_run
-from capd.errors import ConfigError, NotAStore, NothingMatched, StoreBusy, StoreError
+from capd.errors import ConfigError, NotAStore, NothingMatched, RemovedRun, StoreBusy, StoreError
 
 if TYPE_CHECKING:
     from capd.store.repair.result import Repair
@@ -86,10 +86,17 @@ def _runs(store: Path | None) -> list[Path]:
     found = [place] if is_run(place) or not place.is_dir() else list(runs(place))
     if not found:
         raise NotAStore(f"no run in {place}; name a run or a directory of runs")
+    kept = []
     for run in found:
-        # A path that is no run must not be locked or written.
-        run_identity(run, Report(run))
-    return found
+        try:
+            # A path that is no run must not be locked or written.
+            run_identity(run, Report(run))
+            kept.append(run)
+        except RemovedRun as removed:
+            if len(found) == 1:
+                raise
+            note(f"left out: {removed}")
+    return kept
 
 
 def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:

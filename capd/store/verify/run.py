@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from capd.errors import NotAStore, StoreError
+from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.disk.layout import series_on_disk
+from capd.store.documents.tombstone import check_present
 from capd.store.documents.zarr_json import read_group, run_attributes
 from capd.store.format.frames import FORMAT_VERSION
 from capd.store.verify.damage import Kind, Report
@@ -80,9 +81,11 @@ def run_identity(run: Path, report: Report | None = None) -> str:
         report: The report that gets the damage of a damaged zarr.json. None: the damage is raised.
 
     Raises:
+        RemovedRun: The run was removed.
         NotAStore: The directory is not a run.
     """
     if not run.is_dir():
+        check_present(run)
         raise NotAStore(
             f"{run} is {'a file' if run.exists() else 'missing'}; name a run or a directory of runs"
         )
@@ -93,6 +96,8 @@ def run_identity(run: Path, report: Report | None = None) -> str:
         if report is not None and (problem := group_problem(run)):
             raise NotAStore(f"{run / 'zarr.json'} {problem}")
         return str(attributes["run_id"])
+    except RemovedRun:
+        raise
     except NotAStore as error:
         if report is None or not _is_ours(run):
             raise

@@ -157,6 +157,9 @@ def test_a_writer_that_comes_after_a_kill_begins_a_new_run(root: Path) -> None:
     assert look_at(root / "old.zarr").state == "removing"
     with pytest.raises(RemovedRun, match="was removed on"):
         open_store(root / "old.zarr")
+    assert "was removed on" in run_capd("verify", root / "old.zarr").err
+    checked = run_capd("verify", root)
+    assert (checked.code, "left out" in checked.err, "new.zarr: sound" in checked.out) == (0, True, True)
     assert run_capd("gc", root, "--yes").code == 0
     assert not (root / "old.zarr").exists()
     small_run(root, "old")

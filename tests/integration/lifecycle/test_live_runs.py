@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from capd.lifecycle.inventory import look_at
 from capd.store.read.store import open_store
 from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
 from tests.kit.store.cli import run_capd
@@ -46,6 +48,12 @@ def test_a_live_run_is_refused_and_captures_go_on(
     rank = captured(daemon, "job")
     wait_for(lambda: run_capd("runs", store, "--json").json[0]["state"] == "live", "the run is live")
 
+    words = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    wanted = shlex.join(word.decode() for word in words)[:999]
+    wait_for(
+        lambda: run_capd("runs", store, "--json").json[0]["command"].startswith(wanted),
+        "the command is saved",
+    )
     found = run_capd("rm", store / "job.zarr", "--yes")
     assert (found.code, found.out) == (7, "")
     assert "is live (rank 0 is connected), nothing removed; let the job end first" in found.err
@@ -154,6 +162,32 @@ def test_the_daemon_removes_by_retention_with_a_line_for_each_and_never_the_newe
     lines = [line for line in daemon.text().splitlines() if "[retention]" in line]
     assert len(lines) == 2
     assert all("no rule keeps it" in line for line in lines)
+
+
+def test_captures_go_on_while_a_removal_of_the_daemon_hangs_and_the_next_daemon_completes_it(
+    started: list[DaemonProcess], tmp_path: Path, runtime_dir: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    age(small_run(store, "old"), 40)
+    age(small_run(store, "new"), 1)
+    config = tmp_path / "capd.toml"
+    config.write_text("[retention]\nkeep_last = 1\n")
+    options = ("--config", str(config))
+    hang = {**os.environ, "CAPD_FAILPOINTS": "trash.after_mark=hang"}
+    daemon = serve(started, store, runtime_dir, *options, env=hang)
+    wait_for(lambda: look_at(store / "old.zarr").state == "removing", "the removal has begun")
+    rank = captured(daemon, "job", count=8)
+    assert daemon.control("seal", "job").ok
+    rank.close()
+    daemon.stop(signal.SIGKILL)
+    assert (store / "old.zarr").exists()
+
+    again = serve(started, store, runtime_dir, *options)
+    wait_for(lambda: not (store / "old.zarr").exists(), "the removal is completed")
+    wait_for(lambda: not (store / "new.zarr").exists(), "the newest run is the one that was just captured")
+    assert again.stop() == 0
+    assert [len(series) for series in open_store(store / "job.zarr").series] == [8]
 
 
 def test_without_retention_the_daemon_removes_nothing(
