@@ -69,7 +69,7 @@ def test_stores_runs_and_series_are_offered(ask: Callable[..., list[str]], store
     for command in ("rm", "pin", "unpin", "tag"):
         assert ask(command, f"{store}/s") == runs[1:]
     for command in ("runs", "prune", "gc"):
-        assert ask(command, store[:3]) == [store]
+        assert ask(command, store) == [store]
     assert ask("rm", runs[1], "--series", "bf16/rank0/")
     found = ask("show", store, "bf16/rank0/")
     assert found
