@@ -12,9 +12,10 @@ from capd.errors import NoSuchSeries, StoreError
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import read_acked, read_captures
 from capd.store.disk.layout import node_directory
+from capd.store.disk.run_document import change_attributes
 from capd.store.documents.tombstone import Tombstone
 from capd.store.read.store import open_store
-from capd.store.remove.series import remove_series
+from capd.store.remove.series import finish, remove_series
 from capd.store.repair.catalog import rebuild_catalog
 from capd.store.verify.run import verify_run
 from capd_client.protocol.key import Moment
@@ -109,3 +110,31 @@ def test_several_removals_add_up(tmp_path: Path) -> None:
     assert [len(one.paths) for one in store.removed] == [1, 1, 1]
     assert len({one.entry for one in store.removed}) == 3
     assert verify_run(run).damaged == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entry": "../../../elsewhere"},
+        {"entry": "20261126T190300Z-1/../../x"},
+        {"paths": ["../../../other.zarr/a/b/c/d"]},
+        {"paths": ["a/b/c/../.."]},
+        {"paths": [".capd/node=node0/a/b/c"]},
+        {"records": -1},
+        {"at": "yesterday"},
+    ],
+    ids=lambda change: str(*change.values()),
+)
+def test_a_document_cannot_lead_a_removal_elsewhere(change: dict[str, object], tmp_path: Path) -> None:
+    run = write(tmp_path, layers=1)
+    other = tmp_path / "other.zarr" / "a" / "b" / "c" / "d"
+    other.mkdir(parents=True)
+    member = {
+        "at": MARK.at, "by": "x", "entry": "20261126T190300Z-1", "records": 1, "stored_bytes": 1, "paths": ["a/b/c/d/e"],
+    }  # fmt: skip
+    change_attributes(run, lambda capd: capd.update(removing=[member | change]))
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    finish(run)
+
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    assert len(open_store(run).series) == 1
