@@ -130,7 +130,8 @@ def test_a_document_cannot_lead_a_removal_elsewhere(change: dict[str, object], t
     other = tmp_path / "other.zarr" / "a" / "b" / "c" / "d"
     other.mkdir(parents=True)
     member = {
-        "at": MARK.at, "by": "x", "entry": "20261126T190300Z-1", "records": 1, "stored_bytes": 1, "paths": ["a/b/c/d/e"],
+        "at": MARK.at, "by": "x", "entry": "20261126T190300Z-1", "records": 1, "stored_bytes": 1,
+        "paths": ["a/b/c/d/e"],
     }  # fmt: skip
     change_attributes(run, lambda capd: capd.update(removing=[member | change]))
     before = sorted(str(path) for path in tmp_path.rglob("*"))
