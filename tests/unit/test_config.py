@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from capd.config import DaemonSettings, load_daemon_settings, misspelt_variables, resolve_daemon
+from capd.config import (
+    DaemonSettings,
+    load_daemon_settings,
+    load_retention,
+    misspelt_variables,
+    read_file,
+    resolve_daemon,
+)
 from capd.errors import ConfigError
+from capd.lifecycle.policy import Policy
+from capd_client.config.file import parse_settings, read_toml
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +148,35 @@ def test_variables_that_are_nearly_a_setting_are_named() -> None:
         "CAPD_MAX_DISC is not a setting and has no effect; did you mean CAPD_MAX_DISK?",
         "CAPD_SLICES is not a setting and has no effect; did you mean CAPD_SLICE?",
     ]
+
+
+def test_retention_is_read_from_the_file_alone_and_is_empty_without_it(tmp_path: Path) -> None:
+    file = tmp_path / "with.toml"
+    file.write_text(
+        '[retention]\nkeep_last = 2\nkeep_within = "30d"\nmax_size = "2TB"\nkeep_tags = ["paper"]\n'
+    )
+
+    assert not load_retention({}).policy
+    policy = load_retention({"CAPD_KEEP_LAST": "9"}, file).policy
+    assert policy == Policy(2, 30 * 86_400.0, 2 * 10**12, ("paper",))
+    # The job reads the same file.
+    assert parse_settings(read_toml(str(file))) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("keep_lasst = 2", "[retention] keep_lasst: unknown key; did you mean 'keep_last'?"),
+        ("keep_last = 0", "[retention] keep_last: "),
+        ('keep_within = "soon"', "[retention] keep_within: 'soon' is not an age"),
+        ('max_size = "2G"', "[retention] max_size: '2G' is not a size"),
+    ],
+)
+def test_a_wrong_retention_is_named_with_its_remedy(line: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "capd.toml"
+    file.write_text(f"[retention]\n{line}\n")
+
+    with pytest.raises(ConfigError) as refused:
+        load_retention({}, file)
+    assert str(refused.value).startswith(f"{file}: {says}")
+    assert len(read_file(file)[1]) == 1
