@@ -45,6 +45,8 @@ NAMES = (
     "seal.after_rename",
     "seal.after_tables",
     "seal.after_documents",
+    "compact.after_copy",  # a sealed shard without replaced chunks
+    "compact.before_delete",
     "replace.after_sync",
     "replace.after_first",
     "recover.after_partials",

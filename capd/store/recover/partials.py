@@ -130,6 +130,7 @@ def _continue(state: Recovery, path: Path, scanned: ScannedShard, series: Series
         index,
         has_records=True,
         replaces=sealed.exists(),
+        replaced_nbytes=scanned.replaced_nbytes,
     )
     series.row.sealing = False
     if series.is_full:

@@ -9,6 +9,7 @@ from capd.store.format.frames import RecordRow
 from capd.store.format.ranges import RangeSet
 from capd.store.recover.state import Recovered
 from capd.store.shards.series import SeriesState
+from capd.store.shards.writer import ShardWriter
 
 __all__ = ["PendingRows"]
 
@@ -42,6 +43,12 @@ class PendingRows:
     def moved(self, series: SeriesState, first: int, count: int, stored_nbytes: int) -> None:
         """Note that small records moved to a shard. stored_nbytes: the sum over all of them."""
         self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
+
+    def compacted(self, series: SeriesState, shard: ShardWriter) -> None:
+        """Note that a shard was sealed without some chunks, and which bytes its records take now."""
+        series.row.stored_bytes = max(0, series.row.stored_bytes - shard.saved_nbytes)
+        for kept in shard.kept:
+            self.moved(series, kept.first, kept.count, kept.nbytes)
 
     def changed(self, series: SeriesState) -> None:
         """Note that the totals or marks of a series changed."""

@@ -357,6 +357,8 @@ class RunStore:
                 raise
             publish(self._layout, self._catalog, group)
         for series in group:
+            if series.shard is not None:
+                self._pending.compacted(series, series.shard)
             series.shard = None
             series.row.sealing, series.row.sealed = False, series.in_shards
             self._pending.changed(series)

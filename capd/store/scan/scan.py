@@ -107,6 +107,13 @@ class ScannedShard:
                 index.pop(slot, None)
         return index
 
+    @property
+    def replaced_nbytes(self) -> int:
+        """The bytes of chunks that later COMMITs replaced."""
+        live = {offset for offset, _ in self.index.values()}
+        chunks = {offset: nbytes for run in self.runs for _, offset, nbytes in run.commit.chunks}
+        return sum(nbytes for offset, nbytes in chunks.items() if offset not in live)
+
     def copy(self) -> ScannedShard:
         """Return a journal that another scan may continue after the last COMMIT."""
         gaps = [gap for gap in self.gaps if gap[0] < self.end]

@@ -49,7 +49,7 @@ def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles)
         moves.append((shard, shard_path(layout.run, series.header, shard.number)))
     failpoint("seal.after_index")
     try:
-        sync_paths((shard.path for shard, _ in moves), layout.run)
+        sync_paths((shard.finished for shard, _ in moves), layout.run)
         # A shard's descriptor may have been closed in the meantime.
         if any(files.is_doubtful(shard.path) for shard, _ in moves):
             raise OSError(errno.EIO, "a shard could not be synced when it was closed")
@@ -64,6 +64,9 @@ def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles)
         layout.placed(target)
     layout.sync()
     failpoint("seal.after_rename")
+    # Before the names are durable, a loss of power could take both files.
+    for shard, _ in moves:
+        shard.drop_partial()
 
 
 def publish(layout: Layout, catalog: Catalog, group: Sequence[SeriesState]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,17 +16,31 @@ import msgspec
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.disk.failpoints import failpoint
-from capd.store.disk.files import copy_range, new_file, pwrite_all, rename, start_writeback, truncate, unlink
+from capd.store.disk.files import (
+    copy_range,
+    new_file,
+    opened,
+    pwrite_all,
+    rename,
+    start_writeback,
+    truncate,
+    unlink,
+)
 from capd.store.disk.open_files import OpenFiles
 from capd.store.format.codecs import Encoded
 from capd.store.format.frames import FileHeader, FrameKind, RecordRow, encode_commit, frame, frame_header
 from capd.store.format.sharding_index import index_bytes, index_nbytes, read_index
 from capd.store.scan.scan import read_shard
+from capd.store.shards.compact import Kept, compact
 
 __all__ = ["EncodedChunk", "ShardWriter"]
 
 _PIECE_NBYTES = 16 << 20
 _WRITEBACK_NBYTES = 32 << 20
+# A shard is copied when more than this part of it is replaced chunks: 1/16.
+_WORTH_A_COPY = 16
+# More than a record takes in a COMMIT, nearly always.
+_COMMIT_NBYTES = 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -78,6 +92,7 @@ class ShardWriter:
         *,
         has_records: bool,
         replaces: bool = False,
+        replaced_nbytes: int = 0,
     ) -> None:
         """Continue an existing `.partial` file.
 
@@ -89,6 +104,7 @@ class ShardWriter:
             index: The index entries so far: slot → (offset, bytes).
             has_records: Whether the file has a record.
             replaces: Whether a sealed file of this shard exists, which the `.partial` replaces.
+            replaced_nbytes: The bytes of chunks in the file that later chunks replaced.
         """
         self.path = path
         self.number = number
@@ -96,6 +112,11 @@ class ShardWriter:
         self.index = index
         self.has_records = has_records
         self.replaces = replaces
+        self.replaced_nbytes = replaced_nbytes
+        # The copy without replaced chunks, once it is written: its joined records, and the bytes that it saves.
+        self._compact: Path | None = None
+        self.kept: list[Kept] = []
+        self.saved_nbytes = 0
         self._files = files
         self._written_back = end
         # Ordinal → (bytes, crc, offset) of the last record's chunks.
@@ -137,7 +158,10 @@ class ShardWriter:
         finally:
             os.close(source)
         files.created(path, end)
-        return cls(path, files, number, end, index, has_records=True, replaces=True)
+        replaced = _replaced_nbytes(index, end, record)
+        return cls(
+            path, files, number, end, index, has_records=True, replaces=True, replaced_nbytes=replaced
+        )
 
     def commit(
         self,
@@ -189,6 +213,7 @@ class ShardWriter:
         self._files.wrote(self.path, self.end, end)
         written, self.end, self._previous = end - self.end, end, placed
         self.has_records = True
+        self.replaced_nbytes += sum(self.index[slot][1] for slot, _, _ in entries if slot in self.index)
         self.index.update((slot, (at, nbytes)) for slot, at, nbytes in entries)
         self._start_writeback(fd)
         return written
@@ -210,27 +235,61 @@ class ShardWriter:
         """Return the bytes of a chunk that is already written."""
         return os.pread(self._files.get(self.path), nbytes, offset)
 
+    @property
+    def finished(self) -> Path:
+        """The file that `rename` gives the final name: the `.partial`, or its compact copy."""
+        return self._compact or self.path
+
     def write_index(self, slots: int) -> None:
-        """Write the sharding index after the frames."""
+        """Write the sharding index after the frames. Many replaced chunks are left out, in a copy of the file.
+
+        The `.partial` keeps them, because readers know its places.
+        """
+        self._compact, self.kept, self.saved_nbytes = None, [], 0
+        if self.replaced_nbytes * _WORTH_A_COPY > self.end:
+            copy = self.path.with_name(f"{self.path.stem}-compact.tmp")
+            compacted = compact(self._files.get(self.path), copy, self.index, self.end)
+            if compacted is not None:
+                with opened(copy, os.O_RDWR) as target:
+                    pwrite_all(target, [index_bytes(compacted.index, slots)], compacted.end)
+                self._compact, self.kept = copy, compacted.kept
+                self.saved_nbytes = self.end - compacted.end
+                failpoint("compact.after_copy")
+                return
         fd = self._files.get(self.path)
         end = pwrite_all(fd, [index_bytes(self.index, slots)], self.end)
         truncate(fd, end)
 
     def rename(self, target: Path) -> None:
-        """Give the indexed file its final name.
+        """Give the indexed file its final name. The `.partial` of a compact copy stays until `drop_partial`.
 
         Raises:
             StoreError: The name belongs to a shard that this file does not continue. Both files are kept.
         """
         if target.exists() and not self.replaces:
             raise StoreError(f"{target} already exists, and {self.path} does not continue it; both are kept")
-        self._files.forget(self.path)
-        rename(self.path, target)
+        if self._compact is None:
+            self._files.forget(self.path)
+        else:
+            # If a later step fails, the seal is repeated.
+            self.replaces = True
+        rename(self.finished, target)
+
+    def drop_partial(self) -> None:
+        """Delete the `.partial` whose compact copy has the final name, durably."""
+        if self._compact is not None:
+            failpoint("compact.before_delete")
+            self.discard()
 
     def discard(self) -> None:
         """Delete a file without records."""
         self._files.forget(self.path)
         unlink(self.path, missing_ok=True)
+
+
+def _replaced_nbytes(index: Mapping[int, tuple[int, int]], end: int, records: int) -> int:
+    """Return how many bytes before `end` are surely replaced chunks. The COMMITs are only estimated, as too large."""
+    return max(0, end - sum(nbytes for _, nbytes in set(index.values())) - _COMMIT_NBYTES * (records + 1))
 
 
 def _index_and_end(fd: int, slots: int, records: int) -> tuple[dict[int, tuple[int, int]], int]:
