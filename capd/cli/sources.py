@@ -11,7 +11,7 @@ from capd.cli.options import flag, option
 from capd.cli.output import note
 from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
-from capd.cli.stores import RunOption, is_run, resolve_run
+from capd.cli.stores import AttemptOption, RunOption, attempt_of, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class SourceOptions:
     all_runs: Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")] = (
         False
     )
+    attempt: AttemptOption = "latest"
     layer_base: LayerBase = 0
     keys: KeyOptions = field(default_factory=KeyOptions)
     sample: Annotated[
@@ -141,7 +142,7 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
         if items.total:
             return Sources([str(place)], items, True, options.threads, share)
     paths = _runs(place, options.run, options.all_runs)
-    items = items_of_runs(paths, tests, share)
+    items = items_of_runs(paths, tests, share, attempt_of(options.attempt))
     names = [str(path) for path in paths]
     if not items.total:
         from capd.store.read.store import open_store

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from capd.cli.completion import run_names, store_paths
+from capd.cli.completion import any_of, run_names, store_paths
 from capd.cli.options import option
 from capd.cli.output import note
 from capd.errors import ConfigError, NotAStore
 
-__all__ = ["RunOption", "StoreArgument", "default_store", "resolve_run"]
+__all__ = ["AttemptOption", "RunOption", "StoreArgument", "attempt_of", "default_store", "resolve_run"]
 
 StoreArgument = Annotated[
     Path | None,
@@ -28,6 +28,25 @@ StoreArgument = Annotated[
 RunOption = Annotated[
     str | None, option("--run", "ID", "The run to read, if STORE holds several.", autocompletion=run_names)
 ]
+
+AttemptOption = Annotated[
+    str,
+    option(
+        "--attempt",
+        "N|latest|all",
+        "The records of one attempt, or of all; latest: of records at one moment only the newest.",
+        autocompletion=any_of("latest", "all"),
+    ),
+]
+
+
+def attempt_of(text: str) -> int | str:
+    """Return the attempt that `--attempt` names. Raises ConfigError for any other text."""
+    if text in ("latest", "all"):
+        return text
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise ConfigError(f"--attempt {text!r} is not a number, latest or all")
 
 
 def default_store() -> Path:

@@ -114,10 +114,16 @@ class Items:
     found: Iterable[Item]
 
 
-def items_of_runs(paths: Sequence[Path], tests: Sequence[Test], share: float = 1.0) -> Items:
+def items_of_runs(
+    paths: Sequence[Path], tests: Sequence[Test], share: float = 1.0, attempt: int | str = "latest"
+) -> Items:
     """Return the records of runs whose keys pass all tests, series by series.
 
-    If records share a moment, only the job's latest attempt counts. `share` is the share of each series to sample.
+    Args:
+        paths: The runs.
+        tests: The tests of keys.
+        share: The share of each series to sample.
+        attempt: As in `Store.find`: of records that share a moment, "latest" keeps only the newest.
 
     Raises:
         NotAStore: If a path is no run.
@@ -126,7 +132,7 @@ def items_of_runs(paths: Sequence[Path], tests: Sequence[Test], share: float = 1
     named = (
         (f"{path}/{one.path}" if len(paths) > 1 else one.path, one)
         for path in paths
-        for one in open_store(path).find()
+        for one in open_store(path).find(attempt=attempt)
         if all(test(one.key) for test in tests)
     )
     return items_of_series(named, share)

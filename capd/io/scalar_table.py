@@ -29,14 +29,19 @@ class ReadableScalars(NamedTuple):
     skipped: list[Skipped]
 
 
-def readable_scalars(store: Store, tests: Sequence[Callable[[Any], bool]] = ()) -> ReadableScalars:
-    """Read the scalars of all ranks, of the latest attempt, whose keys pass all tests. A damaged one is skipped."""
+def readable_scalars(
+    store: Store, tests: Sequence[Callable[[Any], bool]] = (), attempt: int | str = "latest"
+) -> ReadableScalars:
+    """Read the scalars of all ranks whose keys pass all tests. A damaged one is skipped. attempt: as in `find`."""
     read = ReadableScalars([], [])
     for name, ranks in store.scalars().items():
         for rank in ranks:
             if all(test(scalar_key(name, rank)) for test in tests):
                 try:
-                    read.found.append(store.scalar(name, rank=rank))
+                    found = store.scalar(name, rank=rank, attempt=attempt)
+                    # A rank may have recorded it in other attempts only.
+                    if len(found):
+                        read.found.append(found)
                 except DamagedRecord as error:
                     read.skipped.append(
                         skipped(f"scalar {printable(name)} of rank {rank}", error, damaged=True)

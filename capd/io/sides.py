@@ -68,9 +68,9 @@ class Side:
         return found, problems
 
 
-def run_side(path: Path, tests: Sequence[Test]) -> Side:
-    """Return the records of a run whose keys pass all tests, from the job's latest attempt."""
-    return Side(path, items_of_runs([path], tests), damaged=True)
+def run_side(path: Path, tests: Sequence[Test], attempt: int | str = "latest") -> Side:
+    """Return the records of a run whose keys pass all tests. attempt: as in `Store.find`."""
+    return Side(path, items_of_runs([path], tests, attempt=attempt), damaged=True)
 
 
 def file_side(root: Path, tests: Sequence[Test], layer_base: int) -> Side:

@@ -94,13 +94,22 @@ class Hello(msgspec.Struct, tag="hello", kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", kw_only=True):
-    """The daemon opens the session. `epoch` is new for every daemon process; `run_id` is the run it writes to."""
+    """The daemon opens the session.
+
+    Attributes:
+        epoch: A new one for every daemon process.
+        run_id: The run that the daemon writes to.
+        attempt: The attempt of the rank's records. It is above the one of HELLO if the run had ended.
+        held_before: The records that the run held when a job continued it after its end; 0 for a job that began it.
+    """
 
     protocol: int
     epoch: Uuid
     run_id: ShortText
     store: Text
     version: ShortText
+    attempt: Count = 0
+    held_before: Count = 0
 
 
 class Reject(msgspec.Struct, tag="reject"):

@@ -265,6 +265,7 @@ class Transport:
         if isinstance(verdict, Welcome):
             if self.welcome is None:
                 self._notices.info("captures of run %s go to %s", verdict.run_id, verdict.store)
+                self._say_what_it_continues(verdict)
             self._queue.reconnected()
             self.welcome = verdict
             self._backoff_s = _BACKOFF_S[0]
@@ -279,6 +280,16 @@ class Transport:
             raise ConnectionError(verdict.message)
         else:
             self._rejected(verdict)
+
+    def _say_what_it_continues(self, welcome: Welcome) -> None:
+        if welcome.held_before:
+            self._notices.warn(
+                "continues",
+                "continues run %s, which holds %d records; the new ones are its attempt %d",
+                welcome.run_id,
+                welcome.held_before,
+                welcome.attempt,
+            )
 
     def _rejected(self, verdict: Reject) -> None:
         self.state = State.ENDED

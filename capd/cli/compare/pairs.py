@@ -11,7 +11,7 @@ from capd.cli.compare.request import CompareRequest, fields_of
 from capd.cli.output import human_count, note
 from capd.cli.progress import Progress
 from capd.cli.sources import holds_files
-from capd.cli.stores import is_run, resolve_run
+from capd.cli.stores import attempt_of, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd_client.protocol.key import Key
 
@@ -164,14 +164,14 @@ def _side(
 ) -> Side:
     from capd.io.sides import file_side, run_side
 
-    tests = [*request.source.keys.tests(), *tests]
+    tests, attempt = [*request.source.keys.tests(), *tests], attempt_of(request.source.attempt)
     if holds_files(place) and any(place.rglob("*.pt")):
         return file_side(place, tests, request.source.layer_base)
     run = _newest_with(place, tests) if value and not request.source.run and not is_run(place) else None
     if run is None:
-        return run_side(resolve_run(place, request.source.run), tests)
+        return run_side(resolve_run(place, request.source.run), tests, attempt)
     note(f"{value}: reading {run}")
-    return run_side(run, tests)
+    return run_side(run, tests, attempt)
 
 
 def _newest_with(place: Path, tests: Sequence[Callable[[Any], bool]]) -> Path | None:

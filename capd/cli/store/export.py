@@ -12,7 +12,7 @@ from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions, Tests
-from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import prose
 from capd.errors import NothingMatched
 from capd.pt_files.dictionary import Naming, TensorNames
@@ -38,6 +38,7 @@ def export(
         option("--out", "DIR", "Where the files go; without it, only say how much that would be.", "-o"),
     ] = None,
     run: RunOption = None,
+    attempt: AttemptOption = "latest",
     names: Annotated[Scheme, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
     tensor_names: Annotated[
         TensorNames,
@@ -57,7 +58,8 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the records of a run, of all attempts, as files. No file is ever replaced.
+    """Write the records of a run as files. No file is ever replaced. Of records at one moment, only the newest is
+    written; --attempt all writes all.
 
     \b
     Formats:
@@ -98,8 +100,9 @@ def export(
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
     if to == "csv":
-        raise typer.Exit(_export_scalars(opened, tests, out, as_json))
-    found = [series for series in opened.series if all(test(series.key) for test in tests)]
+        raise typer.Exit(_export_scalars(opened, tests, out, attempt_of(attempt), as_json))
+    everything = opened.find(attempt=attempt_of(attempt))
+    found = [series for series in everything if all(test(series.key) for test in tests)]
     chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
         if found:
@@ -119,12 +122,12 @@ def export(
         _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
 
 
-def _export_scalars(opened: Store, tests: Tests, out: Path | None, as_json: bool) -> int:
+def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:
     """Export the scalars that can be read, and return the exit code."""
     from capd.cli.store.scalar_tables import note_skipped
     from capd.io.scalar_table import export_scalars, readable_scalars
 
-    read = readable_scalars(opened, tests)
+    read = readable_scalars(opened, tests, attempt)
     code, found = note_skipped(read), read.found
     if not found:
         names = ", ".join(opened.scalars()) or "none"

@@ -12,7 +12,7 @@ from capd.cli.completion import any_of
 from capd.cli.options import Json, Wide, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.selection import KeyOptions
-from capd.cli.stores import RunOption, StoreArgument, resolve_run
+from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import Column, in_one_unit, print_columns
 from capd.errors import ConfigError
 from capd_client.process.text import human_value
@@ -34,6 +34,7 @@ COUNTABLE = (*FIELDS[1:12], "kept")
 def ls(
     store: StoreArgument = None,
     run: RunOption = None,
+    attempt: AttemptOption = "latest",
     *,
     keys: KeyOptions,
     limit: Annotated[
@@ -82,14 +83,14 @@ def ls(
 
     path, tests = resolve_run(store, run), keys.tests()
     opened = open_store(path)
-    everything = list_series(opened)
+    everything = list_series(opened, attempt_of(attempt))
     names = opened.scalars()
     if scalars or (names and not everything and not tests and not as_json and by is None and sort is None):
         from capd.cli.store.scalar_tables import list_scalars
 
         if not scalars:
             note(f"{path} has no tensors, only scalars")
-        raise typer.Exit(list_scalars(opened, tests, limit, wide=wide, as_json=as_json))
+        raise typer.Exit(list_scalars(opened, tests, limit, attempt_of(attempt), wide=wide, as_json=as_json))
     found = [row for row in everything if all(test(row) for test in tests)]
     for gone in opened.removed:
         note(

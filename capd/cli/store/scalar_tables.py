@@ -19,7 +19,13 @@ __all__ = ["list_scalars", "note_skipped", "show_scalar"]
 
 
 def list_scalars(
-    store: Store, tests: Sequence[Callable[[Any], bool]], limit: int | None, *, wide: bool, as_json: bool
+    store: Store,
+    tests: Sequence[Callable[[Any], bool]],
+    limit: int | None,
+    attempt: int | str,
+    *,
+    wide: bool,
+    as_json: bool,
 ) -> int:
     """Print a row for each scalar of each rank, with its last value, and name those that cannot be read.
 
@@ -32,7 +38,7 @@ def list_scalars(
     """
     from capd.io.scalar_table import readable_scalars
 
-    read = readable_scalars(store, tests)
+    read = readable_scalars(store, tests, attempt)
     shown = read.found[:limit]
     if as_json:
         print_json([_summary(one) for one in shown])
@@ -89,7 +95,7 @@ def _columns(shown: Sequence[Scalar]) -> list[Column]:
     ]
 
 
-def show_scalar(store: Store, name: str, limit: int, *, wide: bool, as_json: bool) -> int:
+def show_scalar(store: Store, name: str, limit: int, attempt: int | str, *, wide: bool, as_json: bool) -> int:
     """Print the last values of a scalar, with a column for each rank, and name the ranks that cannot be read.
 
     Returns:
@@ -100,7 +106,7 @@ def show_scalar(store: Store, name: str, limit: int, *, wide: bool, as_json: boo
     """
     from capd.io.scalar_table import readable_scalars
 
-    read = readable_scalars(store, [lambda key: bool(key.tensor_name == name)])
+    read = readable_scalars(store, [lambda key: bool(key.tensor_name == name)], attempt)
     code = note_skipped(read)
     if as_json:
         print_json({"scalar": name, "ranks": [_document(one) for one in read.found]})

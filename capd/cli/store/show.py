@@ -24,7 +24,7 @@ from capd.cli.output import (
     print_lines,
 )
 from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
-from capd.cli.stores import RunOption, resolve_run
+from capd.cli.stores import AttemptOption, RunOption, attempt_of, resolve_run
 from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
 from capd_client.process.text import printable
@@ -61,6 +61,7 @@ def show(
         ),
     ],
     run: RunOption = None,
+    attempt: AttemptOption = "latest",
     limit: Annotated[int, option("--limit", "N", "Records to list of a series or scalar.", min=1)] = 20,
     values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
     wide: Wide = False,
@@ -70,7 +71,8 @@ def show(
 
     SERIES is a path as `capd ls` prints it, the end of such a path, or a glob. It must match one series. #i picks
     record i, and counts from the end if i is negative. A record that keeps only statistics has no values and no
-    histogram of values. The name of a scalar, such as loss, shows its last values on all ranks.
+    histogram of values. The name of a scalar, such as loss, shows its last values on all ranks. #i counts the
+    records of all attempts.
 
     \b
     Examples:
@@ -90,10 +92,13 @@ def show(
     if series in opened.scalars():
         from capd.cli.store.scalar_tables import show_scalar
 
-        raise typer.Exit(show_scalar(opened, series, limit, wide=wide, as_json=as_json))
+        raise typer.Exit(show_scalar(opened, series, limit, attempt_of(attempt), wide=wide, as_json=as_json))
     name, number = _split(series)
     found = find_one(opened, name)
     if number is None:
+        found = found.of_attempt(attempt_of(attempt))
+        if not len(found):
+            raise NothingMatched(f"{found.path} has no record of attempt {attempt}")
         if as_json:
             print_json({**_head(found), "records": [_record(r) for r in found.records]})
         else:

@@ -134,6 +134,8 @@ class _RankConnection:
             run_id=run_id,
             store=str(self._context.root / f"{run_id}.zarr"),
             version=__version__,
+            attempt=self._rank.hello.attempt + self._rank.shift,
+            held_before=self._context.registry.held_before(self._rank),
         )
 
     def run(self, process: int | None) -> None:

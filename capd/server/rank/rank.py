@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from capd.errors import ProtocolError
 from capd.server.net.sender import Sender
 from capd.server.pipeline.jobs import RecordJob
@@ -26,6 +28,7 @@ from capd.server.rank.session import Phase, Session
 from capd.server.rank.steering import RunSteering
 from capd.store.catalog.rows import SessionRow
 from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import MAX_INDEX
 from capd_client.protocol.messages import DaemonMessage, Descriptor, Hello, Put, Reject
 
 __all__ = ["MAX_IN_WORK_NBYTES", "RankSession"]
@@ -49,12 +52,15 @@ class RankSession:
         forget: Callable[[bytes, int], None],
         started_ns: int,
         steering: RunSteering,
+        shift: int = 0,
     ) -> None:
+        """Start the session of a rank. shift: what is added to the attempt of its captures."""
         self.session = session
         self.client, self.run_id = session.client, session.run_id
         self.hello = hello
         self.orders = Orders(steering)
         self.started_ns = started_ns
+        self.shift = shift
         self.ended_ns: int | None = None
         # The text of the last refusal as disk_full.
         self.why_full = ""
@@ -119,6 +125,10 @@ class RankSession:
         # None: the rank was released.
         if arena is None:
             return False
+        if self.shift:
+            for descriptor in message.items:
+                moment = descriptor.moment
+                descriptor.moment = replace(moment, attempt=min(MAX_INDEX, moment.attempt + self.shift))
         items, rows = check_put(message, self.session.keys, self.session.key_problems, arena)
         with self._intake:
             with self._lock:
@@ -272,7 +282,7 @@ class RankSession:
             return SessionRow(
                 client=session.client,
                 rank=self.hello.rank,
-                attempt=self.hello.attempt,
+                attempt=self.hello.attempt + self.shift,
                 host=self.hello.host,
                 pid=self.hello.pid,
                 started_ns=self.started_ns,
@@ -285,6 +295,8 @@ class RankSession:
                 in_flight=totals.in_flight,
                 dropped={reason.value: count for reason, count in totals.dropped.items()},
                 drops=session.ledger.rows(),
+                shift=self.shift,
+                world_size=self.hello.world_size,
             )
 
     @property

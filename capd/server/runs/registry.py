@@ -26,6 +26,7 @@ from capd.server.rank.accounting import settled
 from capd.server.rank.arena import Arena
 from capd.server.rank.rank import RankSession
 from capd.server.rank.session import Session
+from capd.server.runs.attempts import read_beside, shift_of
 from capd.server.runs.names import RunNames
 from capd.server.runs.root_lock import RootLock
 from capd.server.runs.run import Run
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 MAX_RUNS = 1024
 # Sealed runs without ranks that STATS still shows.
 MAX_QUIET_RUNS = 64
+# The age at which the part of a run that other nodes wrote is read again.
+_BESIDE_S = 2.0
+# A job may bring ranks that late, after its other ranks have gone.
+_LATE_S = 10.0
 # Errors of resources that may be available again later.
 _SCARCE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 
@@ -96,6 +101,7 @@ class Registry:
         try:
             with self._arriving(run):
                 self._open(run)
+                self._look_beside(run)
                 return self._place(run, hello, fd, process)
         except ArenaError as error:
             scarce = isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCE
@@ -172,11 +178,21 @@ class Registry:
                 run.stored_before = totals.stored_bytes + overhead
                 run.finished = {row.client: row for row in rows}
 
+    def _look_beside(self, run: Run) -> None:
+        """Read what other nodes wrote to the run, unless that was just done. It may take long."""
+        now = time.monotonic()
+        if now - run.beside_at > _BESIDE_S:
+            run.beside, run.beside_at = read_beside(run.path, self._node), now
+
     def _earlier_rows(self, run: Run) -> list[SessionRow]:
         catalog = run.path / ".capd" / f"node={self._node}" / CATALOG_NAME
         db = connect_read_only(catalog)
         try:
-            return read_sessions(db)
+            rows = read_sessions(db)
+            if not rows and run.stored_attempt < 0:
+                (highest,) = db.execute("SELECT MAX(attempt) FROM records").fetchone()
+                run.stored_attempt = -1 if highest is None else highest
+            return rows
         except sqlite3.DatabaseError as error:
             raise StoreError(
                 f"cannot read the sessions in {catalog}: {error}",
@@ -197,14 +213,15 @@ class Registry:
         client = hello.client
         with self._lock:
             rank = run.ranks.get(client)
+            before = run.finished.get(client)
             arena = rank.arena_of(fd, hello.arena_nbytes) if rank else Arena(fd, hello.arena_nbytes)
             if rank is None:
-                before = run.finished.get(client)
                 started_ns = before.started_ns if before else time.time_ns()
                 # A client without a rank has nothing in work.
                 session = Session(client, run.run_id, self._pipeline.committed(run.run_id, client))
                 submit, forget = self._pipeline.submit, self._pipeline.forget
-                rank = RankSession(session, hello, arena, submit, forget, started_ns, run.steering)
+                shift = self._shift(run, hello) if before is None else before.shift
+                rank = RankSession(session, hello, arena, submit, forget, started_ns, run.steering, shift)
             reject = rank.connect(hello, arena, process)
             if reject is not None:
                 raise Refusal(reject.code, reject.message)
@@ -213,6 +230,19 @@ class Registry:
             # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
             self._pipeline.save_session(run.run_id, rank.row())
         return rank
+
+    def _shift(self, run: Run, hello: Hello) -> int:
+        """Return what is added to the attempt of a new rank. The first rank of an attempt is logged."""
+        shift = shift_of(
+            hello, run.members(), idle_s=max(self._idle_seal_s, _LATE_S), stored=run.stored_attempt
+        )
+        attempt = hello.attempt + shift
+        if attempt not in run.held_before:
+            held = self._pipeline.run_stats(run.run_id).records + run.beside.records
+            run.held_before[attempt] = held
+            if held and attempt:
+                logger.info("attempt %d continues run %s, which holds %d records", attempt, run.run_id, held)
+        return shift
 
     # From tools and from the daemon
 
@@ -226,6 +256,11 @@ class Registry:
             raise StoreError(str(refusal)) from refusal
         with self._arriving(run):
             self._open(run)
+
+    def held_before(self, rank: RankSession) -> int:
+        """Return how many records the run held when this rank's job continued it; 0 if the job began it."""
+        run = self._runs.get(rank.run_id)
+        return 0 if run is None or not rank.shift else run.held_before.get(rank.hello.attempt + rank.shift, 0)
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest last."""

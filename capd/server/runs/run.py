@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from pathlib import Path
 from capd.server.rank.orders import Orders
 from capd.server.rank.rank import RankSession
 from capd.server.rank.steering import RunSteering
+from capd.server.runs.attempts import Beside, Member
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held
 
@@ -36,6 +38,13 @@ class Run:
     overhead_bytes: int = 0
     # Bytes in the store when this daemon opened the run.
     stored_before: int = 0
+    # The highest attempt of records that came without sessions; -1 without them.
+    stored_attempt: int = -1
+    # The part that other nodes wrote, and when it was read.
+    beside: Beside = field(default_factory=Beside)
+    beside_at: float = -math.inf
+    # Attempt → the records that the run held when the first rank of it came.
+    held_before: dict[int, int] = field(default_factory=dict)
     # Ranks between HELLO and WELCOME.
     arriving: int = 0
     # Since this time, no rank has been connected, arriving or in work.
@@ -61,6 +70,11 @@ class Run:
         """Return the live ranks, by rank."""
         ranks = [rank for rank in list(self.ranks.values()) if rank.alive]
         return sorted(ranks, key=lambda rank: rank.hello.rank)
+
+    def members(self) -> list[Member]:
+        """Return the sessions of the run on all nodes."""
+        ranks, rows = list(self.ranks.values()), list(self.finished.values())
+        return [*map(Member.of_rank, ranks), *map(Member.of_row, rows), *self.beside.members]
 
     def steer(self) -> None:
         """Note the progress of the ranks, and send the wanted state to ranks that do not know it."""

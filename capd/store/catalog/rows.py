@@ -31,6 +31,7 @@ __all__ = [
     "read_heads",
     "read_records",
     "read_series",
+    "read_stored",
 ]
 
 CATALOG_NAME = "catalog.sqlite"
@@ -56,8 +57,11 @@ class SessionRow:
 
     Attributes:
         state: "live", "ended" (left in order) or "died".
+        attempt: The attempt of the records.
         end: How the process ended, for a session that died; "" if unknown.
         command: The command line of the process; "" if unknown.
+        shift: The part of the attempt that the daemon added, because the job continued a run that had ended.
+        world_size: The ranks of the job; 0 if unknown.
     """
 
     client: bytes
@@ -75,6 +79,8 @@ class SessionRow:
     drops: list[LedgerRow] = field(default_factory=list)
     end: str = ""
     command: str = ""
+    shift: int = 0
+    world_size: int = 0
 
     @property
     def clean(self) -> bool:
@@ -259,6 +265,18 @@ def read_attempts(db: sqlite3.Connection, series: int) -> tuple[int, int] | None
         "SELECT MIN(attempt), MAX(attempt) FROM records WHERE series=?", (series,)
     ).fetchone()
     return None if first is None else (first, last)
+
+
+def read_stored(db: sqlite3.Connection, series: int) -> Iterator[tuple[int, int]]:
+    """Yield number and stored bytes of the records of a series.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
+    for number, nbytes in db.execute("SELECT record, stored_nbytes FROM records WHERE series=?", (series,)):
+        if type(number) is not int or type(nbytes) is not int or nbytes < 0:
+            raise sqlite3.DatabaseError(f"record {number!r} of series {series} has no valid size")
+        yield number, nbytes
 
 
 def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:

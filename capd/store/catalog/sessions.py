@@ -33,8 +33,19 @@ def _session(client: bytes, body: bytes) -> SessionRow:
         raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} is filed under another client")
     if row.state not in _STATES:
         raise sqlite3.DatabaseError(f"the session of client {row.client.hex()} has an unknown state")
-    counters = (row.rank, row.attempt, row.offered, row.committed, row.in_flight, *row.dropped.values())
+    counters = (
+        row.rank,
+        row.attempt,
+        row.shift,
+        row.world_size,
+        row.offered,
+        row.committed,
+        row.in_flight,
+        *row.dropped.values(),
+    )
     drops = (n for drop in row.drops for n in (drop.count, drop.nbytes))
     if not all(0 <= n <= MAX_INDEX for n in (*counters, *drops)):
         raise sqlite3.DatabaseError(f"the counters of client {row.client.hex()} are not valid")
+    if row.shift > row.attempt:
+        raise sqlite3.DatabaseError(f"the attempt of client {row.client.hex()} is not valid")
     return row

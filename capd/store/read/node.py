@@ -32,6 +32,7 @@ from capd.store.catalog.rows import (
     read_heads,
     read_records,
     read_series,
+    read_stored,
 )
 from capd.store.catalog.sessions import read_sessions
 from capd.store.documents.headers import fits
@@ -250,6 +251,25 @@ class NodeView:
         among: Sequence[int] | None = self._ask(path, read_attempts, instead)
         known += among or ()
         return (min(known), max(known)) if known else (0, 0)
+
+    def stored_nbytes(self, path: str, numbers: Sequence[int]) -> int:
+        """Return the bytes of some records of a series in shards; 0 for those that are only in the spool."""
+        chosen = frozenset(numbers)
+
+        def ask(database: sqlite3.Connection, series: int) -> int:
+            return sum(nbytes for number, nbytes in read_stored(database, series) if number in chosen)
+
+        def instead(rows: Mapping[int, RecordRow]) -> int:
+            return self.series[path].stored_bytes * len(chosen & rows.keys()) // max(1, len(rows))
+
+        return self._ask(path, ask, instead)
+
+    @property
+    def has_one_attempt(self) -> bool:
+        """Whether the sessions show that all records are of the first attempt."""
+        records = sum(row.records for row in self.series.values())
+        counted = sum(session.offered for session in self.sessions)
+        return not any(session.attempt for session in self.sessions) and counted >= records
 
     def with_attempt(self, attempt: int) -> set[str]:
         """Return the paths of all series that may have a record of this attempt."""

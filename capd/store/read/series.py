@@ -61,6 +61,10 @@ class Series:
     def _reader(self) -> RecordReader:
         return RecordReader(self._node, self._row.header, self._tools)
 
+    def of_attempt(self, attempt: int | str) -> Series:
+        """Return the same series with the records that `Store.find` keeps for this `attempt`."""
+        return Series(self._node, self._row, self._tools, attempt)
+
     @property
     def key(self) -> Key:
         """The key of the tensor."""
@@ -93,13 +97,21 @@ class Series:
 
     @property
     def raw_bytes(self) -> int:
-        """The stored elements in bytes, uncompressed."""
-        return self._row.raw_bytes
+        """The elements of the records in bytes, uncompressed."""
+        if self._has_all:
+            return self._row.raw_bytes
+        return sum(self._rows.id(number).nbytes for number in self.numbers)
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes in shard files."""
-        return self._row.stored_bytes
+        """The bytes of the records in shard files. Those of one attempt are counted by the share of each record."""
+        if self._has_all:
+            return self._row.stored_bytes
+        return self._node.stored_nbytes(self.path, self.numbers)
+
+    @property
+    def _has_all(self) -> bool:
+        return len(self) == self._row.records
 
     @property
     def records(self) -> Sequence[Record]:

@@ -124,6 +124,11 @@ class Store:
         return self._pick(lambda _: True, "all")
 
     def _pick(self, wanted: Callable[[Key], bool], attempt: int | str) -> list[Series]:
+        if not (isinstance(attempt, int) or attempt in ("latest", "all")):
+            raise ConfigError(f"attempt {attempt!r} is not a number, 'latest' or 'all'")
+        # No record need be read for it.
+        if attempt == "latest" and all(node.has_one_attempt for node in self._nodes):
+            attempt = "all"
         found = []
         for node in self._nodes:
             within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
@@ -140,13 +145,14 @@ class Store:
 
         Args:
             path: A glob of series paths, such as "*.q_proj.forward.input".
-            attempt: "latest" keeps the records of the job's latest restart among records at the same moment. A number
-                keeps the records of that restart. "all" keeps everything.
+            attempt: "latest" keeps the record of the latest attempt among records at the same moment. A number keeps
+                the records of that attempt. "all" keeps everything.
             **key: Values of key fields; a text with `*` or `?` is a glob. A list of values accepts any of them. A
                 tensor_name of "grad_output" also finds the `input` of a backward, because tensor_saver gave that
                 gradient this name.
 
         Raises:
+            ConfigError: `attempt` is none of these.
             CapdError: A name is not a key field.
         """
         unknown = key.keys() - _KEY_FIELDS
@@ -281,8 +287,11 @@ class Store:
             clean=all(session.clean for session in sessions),
         )
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self, *, attempt: int | str = "latest") -> Any:
         """Return a DataFrame with one row per record: path, key, kept, moment, shape and statistics.
+
+        Args:
+            attempt: As in `find`.
 
         Raises:
             CapdError: The extra `table` is not installed.
@@ -291,7 +300,7 @@ class Store:
         with contextlib.ExitStack() as stack:
             for node in self._nodes:
                 stack.enter_context(node.connected())
-            return pd.DataFrame([row for series in self.series for row in _flat(series)])
+            return pd.DataFrame([row for series in self.find(attempt=attempt) for row in _flat(series)])
 
 
 class SeriesList(list[Series]):
@@ -350,8 +359,8 @@ def runs(root: str | Path) -> Sequence[Path]:
     return sorted(found, key=lambda run: ((run / "zarr.json").stat().st_mtime_ns, run.name))
 
 
-def list_series(store: Store) -> list[SeriesListing]:
-    """Return all series of tensors of a run with their totals. Reads no record."""
+def list_series(store: Store, attempt: int | str = "all") -> list[SeriesListing]:
+    """Return all series of tensors of a run with their totals. Reads no record of a run with one attempt."""
     return [
         SeriesListing(
             path=series.path,
@@ -363,5 +372,5 @@ def list_series(store: Store) -> list[SeriesListing]:
             stored_bytes=series.stored_bytes,
             kept=series.kept,
         )
-        for series in store.series
+        for series in store.find(attempt=attempt)
     ]

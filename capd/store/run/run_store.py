@@ -186,7 +186,7 @@ class RunStore:
         else:
             sealed = shard_path(self.path, header, number)
             series.shard = ShardWriter.reopen(
-                path, self._files, number, sealed, header.geometry.shard_slots, record
+                path, self._files, number, sealed, header.geometry.shard_slots, record, inside
             )
         return series.shard
 

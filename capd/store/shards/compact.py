@@ -54,7 +54,13 @@ def compact(fd: int, target: Path, index: Mapping[int, tuple[int, int]], end: in
     """
     frames: dict[int, Frame] = {}
     scanned = read_shard(fd, visit=lambda _, chunk: frames.update({chunk.offset: chunk}))
-    if scanned is None or scanned.file is None or scanned.end != end or scanned.index != index or _damaged(scanned):
+    if (
+        scanned is None
+        or scanned.file is None
+        or scanned.end != end
+        or scanned.index != index
+        or _damaged(scanned)
+    ):
         return None
     with opened(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as copy:
         return _Copy(fd, copy, frames, index).of(scanned)
@@ -103,9 +109,7 @@ class _Copy:
         rows = [row for run in runs for row in run.commit.rows]
         chunks = [(slot, self._moved[offset], nbytes) for slot, offset, nbytes in commit.chunks]
         payload = encode_commit(first, rows, chunks)
-        head = frame(
-            FrameKind.COMMIT, payload, session=session_of(rows[0].client), sequence=rows[0].sequence
-        )
+        head = frame(FrameKind.COMMIT, payload, session=session_of(rows[0].client), sequence=rows[0].sequence)
         self._end = pwrite_all(self._target, [head, payload], self._end)
         if len(runs) > 1:
             self._kept.append(Kept(first, len(rows), self._end - begin))

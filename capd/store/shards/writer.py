@@ -134,11 +134,18 @@ class ShardWriter:
 
     @classmethod
     def reopen(
-        cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int, record: int
+        cls, path: Path, files: OpenFiles, number: int, sealed: Path, slots: int, record: int, inside: int
     ) -> ShardWriter:
         """Continue a sealed shard that is not full. Everything except its index is copied to the new file `path`.
 
-        slots: the number of entries in the shard's index. record: the number of the next record.
+        Args:
+            path: The new file.
+            files: The run's open files.
+            number: The number of the shard.
+            sealed: The sealed shard.
+            slots: The number of entries in its index.
+            record: The number of the next record.
+            inside: The number of records in the shard.
 
         Raises:
             DamagedRecord: Nothing intact identifies the newest copies of the chunks.
@@ -158,10 +165,8 @@ class ShardWriter:
         finally:
             os.close(source)
         files.created(path, end)
-        replaced = _replaced_nbytes(index, end, record)
-        return cls(
-            path, files, number, end, index, has_records=True, replaces=True, replaced_nbytes=replaced
-        )
+        replaced = _replaced_nbytes(index, end, inside)
+        return cls(path, files, number, end, index, has_records=True, replaces=True, replaced_nbytes=replaced)
 
     def commit(
         self,
