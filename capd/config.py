@@ -4,6 +4,9 @@ The order is flag > environment > capd.toml > default. The file is named by `--c
 `./capd.toml` is used if it exists. Its tables `[daemon]` and `[retention]` belong to the daemon. Its other keys belong
 to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
 environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
+`./capd.toml` is used if it exists. Its `[daemon]` and `[quota]` tables belong to the daemon. Its other keys belong to
+the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment variable
+`CAPD_<FIELD IN CAPITALS>`.
 """
 
 from __future__ import annotations
@@ -91,6 +94,14 @@ class DaemonSettings(BaseModel):
     codec: Annotated[str, AfterValidator(_checked_codec)] = "auto"
     """Codec of new series: auto (the best of a few, tried on a series' first record), default, fast, none, or an
     explicit one such as zstd:3 or blosc:zstd:1:shuffle:1048576."""
+    run_max: Nbytes | None = None
+    """Bytes that each run may take on this node, over all daemons; none: no limit."""
+    rank_max: Nbytes | None = None
+    """Bytes that each rank of a run may take; none: no limit."""
+    series_max: Nbytes | None = None
+    """Bytes that each series of a run may take; none: no limit."""
+    quota_policy: Literal["stats", "drop"] = "stats"
+    """stats: from 90 % of a quota on only statistics are kept. drop: tensors are kept until a quota is used up."""
     statistics: bool = True
     """Compute statistics of every tensor; captures that keep only statistics get them in any case."""
     idle_seal_s: Seconds = 10.0
@@ -138,7 +149,7 @@ def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = Non
 
 
 def read_daemon_table(path: Path) -> dict[str, Any]:
-    """Check every key of a capd.toml and return its `[daemon]` table.
+    """Check every key of a capd.toml and return the settings of its `[daemon]` and `[quota]` tables.
 
     Raises:
         ConfigError: The file is missing or not TOML, or a key is unknown or has a bad value. The message names file
@@ -149,7 +160,8 @@ def read_daemon_table(path: Path) -> dict[str, Any]:
         more = f" (and {len(problems) - 1} more; `capd config check` lists them)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
     daemon: dict[str, Any] = table.get("daemon", {})
-    return daemon
+    quota: dict[str, Any] = table.get("quota", {})
+    return {**daemon, **{_QUOTA[key]: value for key, value in quota.items()}}
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -168,7 +180,30 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     for name, model in _TABLES.items():
         if isinstance(table.get(name, {}), dict):
             problems += _problems_of(table.get(name, {}), f"[{name}] {{}}".format, model)
+    if isinstance(table.get("daemon", {}), dict):
+        problems += _problems_of_daemon(table.get("daemon", {}))
+    if isinstance(table.get("quota", {}), dict):
+        problems += _problems_of_quota(table.get("quota", {}))
     return table, [f"{path}: {problem}" for problem in problems]
+
+
+# Key of [quota] → setting.
+_QUOTA = {"run_max": "run_max", "rank_max": "rank_max", "series_max": "series_max", "policy": "quota_policy"}
+
+
+def _problems_of_daemon(table: Mapping[str, Any]) -> list[str]:
+    moved = {setting: key for key, setting in _QUOTA.items() if setting in table}
+    found = [f"[daemon] {setting}: it belongs into [quota], as {key}" for setting, key in moved.items()]
+    return found + _problems_of({k: v for k, v in table.items() if k not in moved}, "[daemon] {}".format)
+
+
+def _problems_of_quota(table: Mapping[str, Any]) -> list[str]:
+    places = {setting: f"[quota] {key}" for key, setting in _QUOTA.items()}
+    found = [
+        f"[quota] {key}: unknown key; known keys: {', '.join(_QUOTA)}" for key in table if key not in _QUOTA
+    ]
+    known = {_QUOTA[key]: value for key, value in table.items() if key in _QUOTA}
+    return found + _problems_of(known, places.__getitem__)
 
 
 def resolve_daemon(

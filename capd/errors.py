@@ -6,6 +6,7 @@ CapdError (capd_client.errors)
 ├── StoreError             the store cannot be opened, read or written                 exit 1
 │   ├── StoreBusy          another daemon owns the store root on this node             exit 7
 │   ├── StoreFull          out of disk space or over a budget                          exit 6
+│   │   └── QuotaReached   over a quota of the run                                     exit 6
 │   ├── NotAStore          nothing, a foreign hierarchy, or a newer format             exit 1
 │   │   └── RemovedRun     the run was removed; tells when and by whom                 exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
@@ -26,6 +27,7 @@ from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 __all__ = [
     "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
     "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "RemovedRun", "StoreBusy", "StoreError",
+    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "QuotaReached", "StoreBusy", "StoreError",
     "StoreFull", "exit_code_of",
 ]  # fmt: skip
 
@@ -59,6 +61,10 @@ class StoreFull(StoreError):
     """Writing stopped at max_disk, keep_free or ENOSPC; names the limit."""
 
     exit_code: ClassVar[int] = 6
+
+
+class QuotaReached(StoreFull):
+    """A record does not fit into a quota of its run; names the quota and the remedy."""
 
 
 class NotAStore(StoreError):

@@ -6,7 +6,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["NO_RANK", "DaemonStats", "RankControl", "RunCounters", "RunStats", "SessionStats", "Steer"]
+__all__ = [
+    "NO_RANK",
+    "DaemonStats",
+    "QuotaUse",
+    "RankControl",
+    "RunCounters",
+    "RunStats",
+    "SessionStats",
+    "Steer",
+]
 
 
 NO_RANK = (
@@ -52,6 +61,15 @@ class SessionStats(_Model):
         return bool(self.end) and not self.end.startswith("exit code")
 
 
+class QuotaUse(_Model):
+    """The use of one quota of a run, in bytes. of: the rank or the series that uses it most, "" for the run."""
+
+    limit: Literal["run_max", "rank_max", "series_max"]
+    of: str
+    used: int
+    max: int
+
+
 class RunCounters(_Model):
     """The counters of one run.
 
@@ -59,6 +77,7 @@ class RunCounters(_Model):
         statistics_records: The number of records with only statistics (mode or policy stats).
         scalar_records: The number of records that are scalars.
         clean: False if a kill cut off the last persisted second of some session's counters.
+        quotas: The use of the quotas that the daemon enforces. Empty without a daemon.
     """
 
     run_id: str
@@ -74,6 +93,7 @@ class RunCounters(_Model):
     stored_bytes: int
     sessions: list[SessionStats]
     clean: bool
+    quotas: list[QuotaUse] = []
 
 
 class RunStats(RunCounters):

@@ -49,6 +49,7 @@ from capd.server.runs.root_lock import RootLock
 from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.server.stopping import StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
+from capd.store.run.usage import Quota
 from capd_client.config.sizes import amount_nbytes, default_max_disk
 
 __all__ = ["Daemon", "node_name"]
@@ -208,6 +209,12 @@ class Daemon:
             statistics=settings.statistics,
             open_files=open_files_within(open_files),
             durability=settings.durability,
+            quota=Quota(
+                settings.run_max,
+                settings.rank_max,
+                settings.series_max,
+                keeps_statistics=settings.quota_policy == "stats",
+            ),
         )
 
     def _listen(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from capd_client.config.file import read_toml
-from capd_client.config.sizes import amount_nbytes, default_max_disk, parse_amount
+from capd_client.config.sizes import amount_nbytes, default_max_disk, parse_amount, parse_size
 from capd_client.errors import ConfigError
 
-__all__ = ["disk_plan", "disk_settings", "write_speed"]
+__all__ = ["disk_plan", "disk_settings", "run_max_setting", "write_speed"]
 
 _KEEP_FREE = 0.1
 _TRIAL_NBYTES = 64 << 20
@@ -37,21 +37,38 @@ def disk_settings(environ: Mapping[str, str]) -> tuple[str, Optional[Any], Any]:
     return str(store), max_disk, _KEEP_FREE if keep_free is None else keep_free
 
 
-def _daemon_table(path: str) -> Mapping[str, Any]:
+def run_max_setting(environ: Mapping[str, str]) -> Optional[int]:
+    """Return the bytes that a run may take, from the variable or else from [quota] in capd.toml; None: no limit.
+
+    Raises:
+        ConfigError: The value or the file cannot be read.
+    """
+    table = _daemon_table(environ.get("CAPD_CONFIG") or "capd.toml", "quota")
+    value = environ.get("CAPD_RUN_MAX") or table.get("run_max")
     try:
-        table = read_toml(os.path.expanduser(path)).get("daemon")
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"run_max (CAPD_RUN_MAX): {error}") from None
+
+
+def _daemon_table(path: str, name: str = "daemon") -> Mapping[str, Any]:
+    try:
+        table = read_toml(os.path.expanduser(path)).get(name)
     except FileNotFoundError:
         return {}
     return table if isinstance(table, dict) else {}
 
 
-def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, Any]:
+def disk_plan(
+    store: str, max_disk: Optional[Any], keep_free: Any, run_max: Optional[int] = None
+) -> dict[str, Any]:
     """Return the limits and the free space of a store's disk, in bytes.
 
     Args:
         store: The directory of the store. It need not exist.
         max_disk: A result of `parse_amount`; None: capd's default.
         keep_free: A result of `parse_amount`.
+        run_max: The bytes that a run may take; None: no limit.
     """
     place = _existing(store)
     found = os.statvfs(place)
@@ -61,6 +78,7 @@ def disk_plan(store: str, max_disk: Optional[Any], keep_free: Any) -> dict[str, 
         "free_bytes": free,
         "max_disk": default_max_disk(place) if max_disk is None else amount_nbytes(max_disk, total),
         "keep_free": amount_nbytes(keep_free, total),
+        "run_max": run_max,
     }
 
 

@@ -159,6 +159,8 @@ def _disk_lines(node: Plan) -> Iterator[str]:
     if disk is None:
         return
     limits = f"max_disk {human_nbytes(disk['max_disk'])}, keep_free {human_nbytes(disk['keep_free'])}"
+    if disk.get("run_max") is not None:
+        limits += f", run_max {human_nbytes(disk['run_max'])}"
     hours = node["hours_until_full"]
     until = "" if hours is None else f": full after {_hours(hours)}"
     speed = disk.get("write_bytes_per_s")

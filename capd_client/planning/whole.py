@@ -49,7 +49,7 @@ def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, A
     sums = {name: sum(rank[name] for rank in ranks) for name in ("records", "bytes", "bytes_per_1000_steps")}
     per_hour = _sum(rank["bytes_per_hour"] for rank in ranks)
     in_all = _sum(rank["bytes_in_all"] for rank in ranks)
-    room = None if disk is None else min(disk["max_disk"], max(0, disk["free_bytes"] - disk["keep_free"]))
+    room = None if disk is None else _room(disk)
     return {
         "host": ranks[0]["host"],
         "ranks": [rank["rank"] for rank in ranks],
@@ -60,6 +60,12 @@ def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, A
         "room_bytes": room,
         "hours_until_full": room / per_hour if room is not None and per_hour else None,
     }
+
+
+def _room(disk: Mapping[str, Any]) -> int:
+    """Return the bytes that a new run may take."""
+    limits = [disk["max_disk"], max(0, disk["free_bytes"] - disk["keep_free"]), disk.get("run_max")]
+    return min(limit for limit in limits if limit is not None)
 
 
 def _warnings_of(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,9 +126,15 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[str]:
     if room is not None and (in_all or node["bytes"]) > room:
         amount = "the selection takes" if in_all else "one captured step takes"
         limit = "CAPD_MAX_DISK" if disk["max_disk"] == room else "CAPD_KEEP_FREE, or make room"
+        rest = "the rest is dropped (disk_full)"
+        if disk.get("run_max") == room:
+            limit, rest = (
+                "CAPD_RUN_MAX",
+                "from 90 % on only statistics are kept, then the rest is dropped (quota)",
+            )
         yield (
             f"{amount} {human_nbytes(in_all or node['bytes'])} (raw), and {human_nbytes(room)} may be written to "
-            f"{disk['store']}: the rest is dropped (disk_full). Change {limit}"
+            f"{disk['store']}: {rest}. Change {limit}"
         )
 
 

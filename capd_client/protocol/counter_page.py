@@ -56,6 +56,7 @@ class DropReason(enum.Enum):
     STOPPED = "stopped"  # `capd ctl stop` was in force
     THINNED = "thinned"  # policy thin skipped its call, because a buffer had been full
     INTERRUPTED = "interrupted"  # a signal handler of the job raised, or captured, in the middle of a capture
+    QUOTA = "quota"  # run_max, rank_max or series_max of the run reached
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from capd_client.config.settings import load_config
 from capd_client.config.watch_arguments import Select
 from capd_client.errors import ConfigError
-from capd_client.planning.disk import disk_plan, disk_settings
+from capd_client.planning.disk import disk_plan, disk_settings, run_max_setting
 from capd_client.planning.session import PlanSession
 from capd_client.planning.text import expected_lines, plan_lines
 from capd_client.planning.whole import whole_plan
@@ -67,7 +67,7 @@ class Plan:
         host, sink = socket.gethostname(), self._sink
         disk, problems = None, []
         try:
-            disk = disk_plan(*disk_settings(os.environ))
+            disk = disk_plan(*disk_settings(os.environ), run_max_setting(os.environ))
         except (ConfigError, OSError) as error:
             problems = [f"the store's disk is not planned: {error}"]
         found = whole_plan([sink.seen("complete")], host=host, disk=disk, ended=True)

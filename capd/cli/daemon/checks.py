@@ -16,6 +16,7 @@ from capd.config import DaemonSettings
 from capd.errors import CapdError, EndpointError
 from capd.store.catalog.place import is_network
 from capd_client.protocol.control import Stats, StatsReply
+from capd_client.process.text import printable
 from capd_client.protocol.messages import Ping
 
 __all__ = ["CHECKS", "Diagnosis"]
@@ -25,6 +26,8 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = {"SHRINK": 0x2, "GROW": 0x4, "SEAL": 0x1}
 _SEAL_FUTURE_WRITE = 0x10
 _MIN_OPEN_FILES = 1024
+# From this share of a quota on, only statistics are kept.
+_NEAR_QUOTA = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,25 @@ def check_store(settings: DaemonSettings) -> Iterator[Diagnosis]:
         )
 
 
+def check_quota(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """Check how much of its quota the newest run of the store uses on this node."""
+    limits = {"run_max": settings.run_max, "rank_max": settings.rank_max, "series_max": settings.series_max}
+    said = [f"{name} {human_nbytes(limit)}" for name, limit in limits.items() if limit is not None]
+    if not said:
+        return
+    from capd.store.read.store import open_store, runs
+
+    detail, share = ", ".join(said), 0.0
+    found = runs(settings.store) if settings.store.is_dir() else ()
+    if found and settings.run_max is not None:
+        held = open_store(found[-1]).totals().stored_bytes
+        share = held / max(1, settings.run_max)
+        detail += f"; the newest run, {printable(found[-1].stem)}, holds {human_nbytes(held)} ({share:.0%})"
+    near = share >= _NEAR_QUOTA
+    fix = "raise CAPD_RUN_MAX before the run goes on, or begin another run" if near else ""
+    yield Diagnosis("quota", "warn" if near else "ok", detail, fix)
+
+
 def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Diagnosis]:
     from capd_client.config.sizes import amount_nbytes
 
@@ -202,4 +224,5 @@ CHECKS: tuple[Callable[[DaemonSettings], Iterator[Diagnosis]], ...] = (
     check_limits,
     check_rank,
     check_store,
+    check_quota,
 )

@@ -161,7 +161,7 @@ def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dic
 
     host, store = socket.gethostname(), str(settings.store)
     disk = {
-        **disk_plan(store, settings.max_disk, settings.keep_free),
+        **disk_plan(store, settings.max_disk, settings.keep_free, settings.run_max),
         "write_bytes_per_s": write_speed(store),
     }
     found = whole_plan(seen, host=host, disk=disk, ended=ended)

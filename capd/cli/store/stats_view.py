@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from capd.cli.output import human_count, human_nbytes
 from capd.cli.table import Column, drawn, prose
 from capd.drops import describe_drops, left_out, lost
+from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.cli.store.counters import Counters
-    from capd.metrics import SessionStats
+    from capd.metrics import QuotaUse, SessionStats
 
 __all__ = ["one_line", "render", "which_run"]
 
@@ -43,6 +44,7 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
     ]
     if counters.rate_mib_s is not None:
         lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
+    lines += [f"quota       {_quota(use)}" for use in counters.quotas]
     kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
     lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
     if not counters.clean:
@@ -51,6 +53,12 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
         )
     table, unfit = drawn(_session_columns(counters), wide=wide) if counters.sessions else ([], [])
     return [*prose(lines, _LABEL, wide=wide), *([""] if table else []), *table], unfit
+
+
+def _quota(use: QuotaUse) -> str:
+    whose = f" of {printable(use.of)}" if use.of else ""
+    share = 100 * use.used // max(1, use.max)
+    return f"{use.limit}{whose}: {human_nbytes(use.used)} of {human_nbytes(use.max)} ({share} %)"
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

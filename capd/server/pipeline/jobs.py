@@ -22,7 +22,8 @@ from capd.store.shards.series import Plan
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.messages import Define, Descriptor
-from capd_client.protocol.statistics_row import ROW_NBYTES
+from capd_client.protocol.scalars import is_scalar
+from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_NBYTES
 
 __all__ = [
     "PAUSE_NBYTES",
@@ -109,6 +110,19 @@ class RecordJob:
     def wants_statistics(self, usually: bool) -> bool:
         """Return whether statistics are kept. usually: also for records with a payload that did not ask for them."""
         return usually or self.descriptor.statistics or not self.descriptor.payload
+
+    def keep_statistics(self) -> bool:
+        """Keep only the statistics of the tensor from now on. Return whether that changes anything.
+
+        Scalars stay whole, as do records in parts and dtypes whose statistics are not exact.
+        """
+        descriptor, define = self.descriptor, self.define
+        if not descriptor.payload or descriptor.part is not None or define.dtype in NO_ROW_DTYPES:
+            return False
+        if is_scalar(define.key):
+            return False
+        descriptor.payload = False
+        return True
 
     @property
     def kept_nbytes(self) -> int:

@@ -39,6 +39,7 @@ from capd.store.format.geometry import CHUNK_NBYTES
 from capd.store.run.options import StoreOptions
 from capd.store.run.run_store import RunStore
 from capd.store.run.small_records import Room
+from capd.store.run.usage import Use
 from capd.store.shards.series import Plan
 from capd_client.protocol.counter_page import DropReason
 
@@ -114,6 +115,10 @@ class Pipeline:
     def overhead_nbytes(self, run_id: str) -> int:
         """See `RunStore.overhead_nbytes`."""
         return self._runs[run_id].overhead_nbytes()
+
+    def uses(self, run_id: str) -> list[Use]:
+        """Return the use of each quota of an open run."""
+        return self._runs[run_id].usage.uses()
 
     def unsealed_records(self, run_id: str) -> int | None:
         """Return the committed records of a run that no sealed shard holds; None if this daemon never opened it."""
@@ -237,7 +242,10 @@ class Pipeline:
         planned: list[tuple[Task, Plan]] = []
         for task in tasks:
             try:
-                task.plan = plan_of(self._runs[task.job.run_id], task.job)
+                store = self._runs[task.job.run_id]
+                task.plan = plan_of(store, task.job)
+                if store.usage.is_near(task.plan) and task.job.keep_statistics():
+                    task.plan = plan_of(store, task.job)
                 planned.append((task, task.plan))
             except Exception as error:
                 # This is the outermost loop of the thread: an error of one job must not end the daemon.

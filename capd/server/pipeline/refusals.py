@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from pathlib import Path
 
-from capd.errors import StoreError, StoreFull
+from capd.errors import QuotaReached, StoreError, StoreFull
 from capd.server.pipeline.jobs import Refusal
 from capd.space import if_full
 from capd_client.protocol.counter_page import DropReason
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 def refusal_of(error: Exception, place: Path) -> Refusal:
     """Return the reason and text of an error on the file system of `place`. An unexpected error is also logged."""
     error = if_full(error, place)
+    if isinstance(error, QuotaReached):
+        return DropReason.QUOTA, str(error)
     if isinstance(error, StoreFull):
         return DropReason.DISK_FULL, f"the full disk refuses a record: {error}"
     if isinstance(error, (OSError, StoreError, sqlite3.Error)):

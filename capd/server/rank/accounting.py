@@ -23,7 +23,13 @@ MAX_COUNT = 1 << 48
 """A larger counter comes from a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
 
 DAEMON_REASONS = frozenset(
-    {DropReason.BAD_DESCRIPTOR, DropReason.DISK_FULL, DropReason.STORE_ERROR, DropReason.PARTS_LOST}
+    {
+        DropReason.BAD_DESCRIPTOR,
+        DropReason.DISK_FULL,
+        DropReason.STORE_ERROR,
+        DropReason.PARTS_LOST,
+        DropReason.QUOTA,
+    }
 )
 """The reasons that only the daemon gives (in a NACK). A rank counts them when the NACK arrives."""
 

@@ -36,6 +36,7 @@ from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
 from capd.store.format.ranges import RangeSet
+from capd.store.run.usage import Use
 from capd_client.protocol.messages import PROTOCOL_VERSION, Hello
 
 __all__ = ["Registry"]
@@ -274,11 +275,13 @@ class Registry:
             if run_id not in (None, run.run_id):
                 continue
             # Under the lock, a rank that is just finishing counts once. A run that was just forgotten is closed.
+            uses: list[Use] = []
             with self._lock:
                 if run.opened and self._runs.get(run.run_id) is run:
                     run.totals = self._pipeline.run_stats(run.run_id)
+                    uses = self._pipeline.uses(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
-            found.append(run_stats(run, ranks, finished))
+            found.append(run_stats(run, ranks, finished, uses))
         return found
 
     def stored_nbytes(self) -> int:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
-from capd.metrics import RankControl, RunStats, Selected, SessionStats
+from capd.metrics import QuotaUse, RankControl, RunStats, Selected, SessionStats
 from capd.metrics import Steer as ShownSteer
 from capd.server.rank.rank import RankSession
 from capd.server.runs.run import Run
 from capd.store.catalog.rows import SessionRow
+from capd.store.run.usage import Use
 from capd_client.protocol.control import Steer
 
 __all__ = ["rank_control", "run_stats"]
 
 
-def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) -> RunStats:
+def run_stats(
+    run: Run, ranks: list[RankSession], finished: list[SessionRow], uses: Sequence[Use] = ()
+) -> RunStats:
     """Return the counters of one run: the sums over its sessions, current or finished, and the sessions themselves."""
     sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
     sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
@@ -36,6 +40,7 @@ def run_stats(run: Run, ranks: list[RankSession], finished: list[SessionRow]) ->
         sessions=sorted(sessions, key=lambda session: (session.rank, session.attempt)),
         why_full=next((rank.why_full for rank in ranks if rank.why_full), run.why_full),
         clean=all(session.clean for session in sessions),
+        quotas=[QuotaUse.model_validate(use._asdict()) for use in uses],
     )
 
 

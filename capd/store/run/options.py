@@ -6,6 +6,8 @@ import resource
 from dataclasses import dataclass
 from typing import Literal
 
+from capd.store.run.usage import Quota
+
 __all__ = ["StoreOptions", "open_files_within"]
 
 
@@ -22,6 +24,7 @@ class StoreOptions:
         open_files: The number of shard files kept open at once.
         durability: "buffered" (acknowledged when the kernel has the data) or "durable" (synced before the
             acknowledgement).
+        quota: The limits of each run.
     """
 
     codec: str = "auto"
@@ -30,6 +33,7 @@ class StoreOptions:
     log_nbytes: int = 64 << 20
     open_files: int = 512
     durability: Literal["buffered", "durable"] = "buffered"
+    quota: Quota = Quota()
 
 
 def open_files_within(limit: int) -> int:

@@ -30,6 +30,7 @@ from capd.store.run.options import StoreOptions
 from capd.store.run.pending_rows import PendingRows
 from capd.store.run.planner import Planner
 from capd.store.run.small_records import Room, SmallRecords
+from capd.store.run.usage import Usage
 from capd.store.shards.seal import finish_files, publish
 from capd.store.shards.series import Plan, SeriesState
 from capd.store.shards.small_log import Small, SmallLog
@@ -78,6 +79,7 @@ class RunStore:
         self._small = SmallRecords(self._log, self._files, room or Room())
         # Series with a full chunk in the log, or a full shard.
         self._ripe: set[str] = set()
+        self.usage = Usage(options.quota, run_id, found.series)
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:
@@ -105,7 +107,9 @@ class RunStore:
         Raises:
             OSError: The disk refused. Nothing of the record remains.
             StoreError: The store does not accept records. Nothing of the record remains.
+            QuotaReached: The record does not fit into a quota.
         """
+        self.usage.check([(plan, row.nbytes)])
         series = self._series_of(plan)
         geometry = series.geometry
         number = series.row.records
@@ -114,6 +118,7 @@ class RunStore:
         )
         written = self._append(series, number, [row], encoded, session_of(row.client), row.sequence)
         self._pending.add(series, row, new_row(series.row.id, number, row, written))
+        self.usage.note(series)
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records (plan, row, raw bytes) to the node's log, in one write.
@@ -121,7 +126,9 @@ class RunStore:
         Raises:
             OSError: The disk refused. Nothing of the records remains.
             StoreError: The store does not accept records. Nothing of the records remains.
+            QuotaReached: One of them does not fit into a quota. Nothing of the records remains.
         """
+        self.usage.check((plan, row.nbytes) for plan, row, _ in records)
         new: list[tuple[SeriesState, int, Small]] = []
         numbers: dict[int, int] = {}
         for plan, row, data in records:
@@ -132,6 +139,7 @@ class RunStore:
         self._small.commit(new)
         for (series, number, small), (_, row, _) in zip(new, records, strict=True):
             self._pending.add(series, row, (series.row.id, number, row.moment.attempt, 0, small.row))
+            self.usage.note(series)
             if (number + 1) % series.row.header.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
@@ -227,6 +235,7 @@ class RunStore:
                 )
                 self._pending.moved(series, first, len(batch.rows), written)
                 self._small.moved(series, len(batch.rows))
+                self.usage.note(series)
 
     def _joined(self, series: SeriesState) -> bytes | None:
         """Return the chunk that the next small record of a series joins; None if that record begins a chunk."""
@@ -362,6 +371,7 @@ class RunStore:
             series.shard = None
             series.row.sealing, series.row.sealed = False, series.in_shards
             self._pending.changed(series)
+            self.usage.note(series)
         self.flush_catalog()
 
     def close(self) -> None:
