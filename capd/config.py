@@ -5,8 +5,8 @@ The order is flag > environment > capd.toml > default. The file is named by `--c
 to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
 environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 `./capd.toml` is used if it exists. Its `[daemon]` and `[quota]` tables belong to the daemon. Its other keys belong to
-the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the environment variable
-`CAPD_<FIELD IN CAPITALS>`.
+the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
+environment variable `CAPD_<FIELD IN CAPITALS>`.
 """
 
 from __future__ import annotations

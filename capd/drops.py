@@ -35,8 +35,8 @@ REMEDIES: dict[str, str] = {
     DropReason.PARTS_LOST.value: "the daemon was restarted during the transfer of a tensor larger than the arena",
     DropReason.STEP_BUDGET.value: "raise CAPD_MAX_MB_PER_STEP, or capture fewer tensors per step",
     DropReason.THINNED.value: "policy thin: raise the setting for arena_full, ring_full or step_budget",
-    DropReason.QUOTA.value: "a quota of the run is used up, as the job's log reports: raise CAPD_RUN_MAX, CAPD_RANK_MAX "
-    "or CAPD_SERIES_MAX ([quota] in capd.toml), or write to another run",
+    DropReason.QUOTA.value: "a quota of the run is used up, as the job's log reports: raise CAPD_RUN_MAX, "
+    "CAPD_RANK_MAX or CAPD_SERIES_MAX ([quota] in capd.toml), or write to another run",
     DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) interrupted them",
 }
 

@@ -6,6 +6,8 @@ see `capd_client.rules.schema`. Tables [daemon] and [retention] belong to `capd 
 them. A file of rules alone has only [[rule]].
 see `capd_client.rules.schema`. Tables [daemon] and [quota] belong to `capd serve`; this module does not read them. A file of rules
 alone has only [[rule]].
+see `capd_client.rules.schema`. Tables [daemon] and [quota] belong to `capd serve`; this module does not read them. A
+file of rules alone has only [[rule]].
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from capd.cli.output import human_nbytes, versions
 from capd.config import DaemonSettings
 from capd.errors import CapdError, EndpointError
 from capd.store.catalog.place import is_network
-from capd_client.protocol.control import Stats, StatsReply
 from capd_client.process.text import printable
+from capd_client.protocol.control import Stats, StatsReply
 from capd_client.protocol.messages import Ping
 
 __all__ = ["CHECKS", "Diagnosis"]

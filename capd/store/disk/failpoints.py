@@ -52,6 +52,13 @@ NAMES = (
     "recover.after_partials",
     "recover.after_seals",
     "recover.after_logs",
+    "copy.before_rename",  # a file of a copied run
+    "copy.after_file",
+    "copy.after_files",
+    "copy.after_series",  # records of a copied or merged run
+    "copy.after_records",
+    "copy.after_verify",
+    "copy.after_publish",
     "recover.before_rename",  # the intact records of a damaged file, copied
     "remove.before_mark",  # series that `capd rm` removes
     "remove.after_mark",

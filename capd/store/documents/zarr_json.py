@@ -31,6 +31,7 @@ __all__ = [
     "group_document",
     "read_group",
     "run_attributes",
+    "run_ids",
     "series_document",
     "table_document",
     "table_files",
@@ -71,6 +72,18 @@ def run_attributes(run: Path, *, removed: bool = False) -> dict[str, Any]:
     if not removed:
         check_present(run, attributes)
     return attributes
+
+
+def run_ids(run: Path) -> frozenset[str]:
+    """Return the run ids that the files of a run may name: its own, those merged into it, and its directory's name.
+
+    Raises:
+        NotAStore: The directory is not a run that this version can read.
+    """
+    attributes = run_attributes(run)
+    merged = attributes.get("merged_from", [])
+    names = merged if isinstance(merged, list) and all(isinstance(name, str) for name in merged) else []
+    return frozenset({str(attributes.get("run_id", run.stem)), run.stem, *names})
 
 
 def read_group(path: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from capd.errors import CapdError, DamagedRecord
 from capd.store.arrays.region import Piece, Region, Selection, select
 from capd.store.documents.headers import fits
-from capd.store.format.codecs import Chain, chain_for
+from capd.store.format.codecs import Chain, Encoded, chain_for, crc32c
 from capd.store.format.decode import decode_into
 from capd.store.format.dtypes import stored_shape
 from capd.store.format.encode import as_array
@@ -35,6 +35,7 @@ _OPEN_FILES = 32
 # Decoded chunks that small records share, up to 1 MiB each.
 _KEPT_CHUNKS = 64
 _KEPT_PLANS = 16
+_CRC_NBYTES = 4
 
 
 @dataclass(slots=True)
@@ -81,6 +82,30 @@ class RecordReader:
         out = np.empty(plan.selection.extents, dtype=self._chain.stored)
         run_jobs(self._jobs(number, record, plan, out))
         return out.reshape(plan.selection.shape)
+
+    def encoded(self, number: int, record: RecordHead) -> list[tuple[int, Encoded]]:
+        """Return the stored chunks of a record that shares none, with their ordinals.
+
+        Raises:
+            DamagedRecord: A chunk is damaged, or the record is not in a shard.
+            StoreError: A file cannot be read.
+        """
+        plan = self._plan(number, record, ...)
+        file, places, raw = self._locator.find(number, record, plan.ordinals)
+        if raw is not None or self._header.geometry.batch > 1:
+            raise self._locator.damage(number, "it has no chunks of its own", file.path)
+        found: list[tuple[int, Encoded]] = []
+        for ordinal in plan.ordinals:
+            offset, nbytes = places[ordinal]
+            try:
+                payload = os.pread(file.fd, nbytes, offset)
+            except OSError as error:
+                raise self._locator.failure(number, error, file.path) from error
+            encoded = Encoded.of(payload)
+            if len(payload) != nbytes or nbytes < _CRC_NBYTES or crc32c(encoded.body) != encoded.crc:
+                raise self._locator.damage(number, "a chunk does not match its checksum", file.path)
+            found.append((ordinal, encoded))
+        return found
 
     def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
         """Return the same region of several records of one shape, as [records, *region].

@@ -17,7 +17,9 @@ from capd.errors import CapdError, NoSuchRecord
 from capd.store.arrays.lazy import LazyArray, StoredRecords
 from capd.store.arrays.region import Region
 from capd.store.catalog.rows import SeriesRow
+from capd.store.format.codecs import Encoded
 from capd.store.format.dtypes import is_statistics, stored_type, to_values
+from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.statistics import public
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
@@ -60,6 +62,33 @@ class Series:
     @cached_property
     def _reader(self) -> RecordReader:
         return RecordReader(self._node, self._row.header, self._tools)
+
+    @property
+    def node(self) -> str:
+        """The name of the node that wrote the series; "" if its catalog is missing."""
+        return self._node.name
+
+    @property
+    def header(self) -> SeriesHeader:
+        """The description of the series as the writer keeps it."""
+        return self._row.header
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether plain Zarr readers see all records of the series."""
+        return self._row.sealed == self._row.records
+
+    def row(self, number: int) -> RecordRow:
+        """Return the description of the record with this number in the array. Raises DamagedRecord."""
+        return self._rows.row(number)
+
+    def encoded(self, number: int) -> list[tuple[int, Encoded]]:
+        """Return the chunks of the record with this number in the array, as they are stored, with their ordinals.
+
+        Raises:
+            DamagedRecord: A chunk cannot be read exactly, or is shared with other records.
+        """
+        return self._reader.encoded(number, self._rows.id(number))
 
     def of_attempt(self, attempt: int | str) -> Series:
         """Return the same series with the records that `Store.find` keeps for this `attempt`."""

@@ -123,7 +123,9 @@ class Store:
         """All series of tensors with at least one record, all attempts, ordered by path."""
         return self._pick(lambda _: True, "all")
 
-    def _pick(self, wanted: Callable[[Key], bool], attempt: int | str) -> list[Series]:
+    def _pick(
+        self, wanted: Callable[[Key], bool], attempt: int | str, *, scalars: bool = False
+    ) -> list[Series]:
         if not (isinstance(attempt, int) or attempt in ("latest", "all")):
             raise ConfigError(f"attempt {attempt!r} is not a number, 'latest' or 'all'")
         # No record need be read for it.
@@ -135,10 +137,17 @@ class Store:
             found += [
                 (path, node, row)
                 for path, row in node.series.items()
-                if row.records and path in within and wanted(row.header.key) and not row.holds_scalars
+                if row.records
+                and path in within
+                and wanted(row.header.key)
+                and (scalars or not row.holds_scalars)
             ]
         found.sort(key=lambda item: item[0])
         return [Series(node, row, self._tools, attempt) for _, node, row in found]
+
+    def everything(self, attempt: int | str = "all") -> list[Series]:
+        """Return all series with at least one record, of tensors and of scalars. attempt: as in `find`."""
+        return self._pick(lambda _: True, attempt, scalars=True)
 
     def find(self, *, path: str | None = None, attempt: int | str = "latest", **key: Any) -> SeriesList:
         """Return the series that match a key, with tensors or only statistics (`Series.kept`).
@@ -267,6 +276,12 @@ class Store:
     def sessions(self) -> list[SessionRow]:
         """The last persisted counters of every rank's session."""
         return [row for node in self._nodes for row in node.sessions]
+
+    def sessions_by_node(self) -> Iterator[tuple[str, SessionRow]]:
+        """Yield the same counters, each with the name of its node."""
+        for node in self._nodes:
+            for row in node.sessions:
+                yield node.name, row
 
     def totals(self) -> Totals:
         """Return the counters of the run. Records are counted in the store; the rest sums the sessions.

@@ -10,7 +10,7 @@ from capd.store.catalog.writer import Catalog, NewRow, new_row
 from capd.store.disk import power
 from capd.store.disk.layout import Layout, node_directory
 from capd.store.disk.open_files import OpenFiles
-from capd.store.documents.zarr_json import run_attributes
+from capd.store.documents.zarr_json import run_attributes, run_ids
 from capd.store.format.frames import FORMAT_VERSION, UNKNOWN_CLIENT, FileHeader, RecordRow, SeriesHeader
 from capd.store.format.ranges import RangeSet
 from capd.store.shards.series import SeriesState
@@ -58,7 +58,7 @@ class Recovery:
         self.layout, self.files, self.catalog = layout, files, catalog
         self.run_id = str(run_attributes(layout.run).get("run_id", layout.run.stem))
         # The two differ if somebody renamed the run.
-        self._run_ids = frozenset({self.run_id, layout.run.stem})
+        self._run_ids = run_ids(layout.run)
         self.quarantine = node_directory(layout.run, layout.node) / "quarantine"
         self.file_header = FileHeader(FORMAT_VERSION, self.run_id, layout.node)
         # If the catalog is incomplete, everything is read from the frames.

@@ -23,6 +23,7 @@ from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.catalog.sums import read_slice
 from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, node_directory, series_on_disk
 from capd.store.documents.headers import fits
+from capd.store.documents.zarr_json import run_ids
 from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
@@ -42,7 +43,6 @@ from capd.store.scan.survey import (
 )
 from capd.store.shards.series import Plan
 from capd.store.shards.small_log import read_small
-from capd.store.verify.run import run_identity
 
 __all__ = ["DamagedNode"]
 
@@ -148,7 +148,7 @@ class DamagedNode:
 
     def _read_spool(self, spool: Path) -> None:
         # The two differ if somebody renamed the run.
-        owner = ({run_identity(self._run), self._run.stem}, self._node)
+        owner = (run_ids(self._run), self._node)
         for path in _files(spool, LOG_GLOB):
             log = log_if_readable(path)
             if log is None or (log.file is not None and log.file.foreign(*owner)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from capd.store.run.usage import Quota
@@ -33,7 +33,7 @@ class StoreOptions:
     log_nbytes: int = 64 << 20
     open_files: int = 512
     durability: Literal["buffered", "durable"] = "buffered"
-    quota: Quota = Quota()
+    quota: Quota = field(default_factory=Quota)
 
 
 def open_files_within(limit: int) -> int:

@@ -34,6 +34,21 @@ class Planner:
             axes = series.row.max_shape if is_statistics(header.dtype) else header.geometry.extents
             self._plans.setdefault((header.key, header.dtype, len(axes)), []).append(Plan(header, series))
 
+    def plan_for(self, header: SeriesHeader) -> Plan:
+        """Return the plan of records that are already encoded for a series of another run.
+
+        It is the plan of a series with the same key, dtype, codec and geometry. If there is none, it is a new one.
+        """
+        geometry = header.geometry
+        with self._lock:
+            plans = self._plans.setdefault((header.key, header.dtype, len(geometry.extents)), [])
+            for plan in plans:
+                if (plan.header.codec, plan.geometry) == (header.codec, geometry):
+                    return plan
+            plan = Plan(header)
+            plans.append(plan)
+            return plan
+
     def plan(
         self,
         key: Key,

@@ -43,7 +43,7 @@ __all__ = ["RunStore"]
 class RunStore:
     """The writer of `<root>/<run_id>.zarr` for one node.
 
-    `plan` may be called from any thread. Everything else belongs to the append thread.
+    `plan` and `plan_for` may be called from any thread. Everything else belongs to the append thread.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class RunStore:
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
         self._pending = PendingRows(found)
-        self.plan = Planner(options, found.series).plan
+        planner = Planner(options, found.series)
+        self.plan, self.plan_for = planner.plan, planner.plan_for
         self._log = SmallLog(self._layout.spool, self._file_header, options.log_nbytes, self._files)
         self._small = SmallRecords(self._log, self._files, room or Room())
         # Series with a full chunk in the log, or a full shard.

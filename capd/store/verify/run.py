@@ -19,6 +19,7 @@ from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.disk.layout import series_on_disk
 from capd.store.documents.tombstone import check_present
 from capd.store.documents.zarr_json import read_group, run_attributes
+from capd.store.documents.zarr_json import read_group, run_attributes, run_ids
 from capd.store.format.frames import FORMAT_VERSION
 from capd.store.verify.damage import Kind, Report
 from capd.store.verify.node import NodePromise, look_at_node
@@ -48,7 +49,7 @@ def verify_run(
     """
     report = Report(run)
     # The two differ if somebody renamed the run.
-    ids = frozenset({run_identity(run, report), run.stem})
+    ids = frozenset({run_identity(run, report), run.stem, *_merged_ids(run)})
     threads = threads or min(8, len(os.sched_getaffinity(0)))
     nodes = [look_at_node(run, directory, ids) for directory in sorted((run / ".capd").glob("node=*"))]
     if any(node.report.damaged for node in nodes):
@@ -103,6 +104,13 @@ def run_identity(run: Path, report: Report | None = None) -> str:
             raise
         report.find("run", run / "zarr.json", str(error))
         return run.stem
+
+
+def _merged_ids(run: Path) -> frozenset[str]:
+    try:
+        return run_ids(run)
+    except NotAStore:
+        return frozenset()
 
 
 def _is_ours(run: Path) -> bool:

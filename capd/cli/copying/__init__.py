@@ -1,0 +1,1 @@
+"""The commands that copy runs: `capd cp` and `capd merge`."""
