@@ -86,7 +86,7 @@ def merge_runs(runs: Sequence[Path], new: Path, progress: Progress) -> list[Merg
     """
     order = {"command": "merge", "sources": [str(run.resolve()) for run in runs]}
     with contextlib.ExitStack() as stack:
-        linkable = all([is_quiet(run, stack) for run in runs])
+        linkable = all(is_quiet(run, stack) for run in runs)
         sources = _plan(runs, linkable=linkable)
         with building(new, order) as built:
             if not built.is_published:

@@ -65,7 +65,7 @@ def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, A
 def _room(disk: Mapping[str, Any]) -> int:
     """Return the bytes that a new run may take."""
     limits = [disk["max_disk"], max(0, disk["free_bytes"] - disk["keep_free"]), disk.get("run_max")]
-    return min(limit for limit in limits if limit is not None)
+    return int(min(limit for limit in limits if limit is not None))
 
 
 def _warnings_of(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from capd.cli.completion import any_of, series_paths, store_paths
 from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, human_nbytes, print_either
-from capd.cli.redrawn import StatusLine
+from capd.cli.progress import StatusLine
 from capd.cli.stores import attempt_of
 from capd.cli.table import prose
 

@@ -11,7 +11,7 @@ import typer
 from capd.cli.completion import store_paths
 from capd.cli.options import Json, Wide, flag
 from capd.cli.output import human_count, human_nbytes, note, print_json
-from capd.cli.redrawn import StatusLine
+from capd.cli.progress import StatusLine
 from capd.cli.table import Column, print_columns
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ class PendingRows:
         """Note that a shard was sealed without some chunks, and which bytes its records take now."""
         series.row.stored_bytes = max(0, series.row.stored_bytes - shard.saved_nbytes)
         for kept in shard.kept:
-            self.moved(series, kept.first, kept.count, kept.nbytes)
+            self.moved(series, kept.first, kept.records, kept.nbytes)
 
     def changed(self, series: SeriesState) -> None:
         """Note that the totals or marks of a series changed."""

@@ -22,10 +22,10 @@ _PIECE_NBYTES = 8 << 20
 
 
 class Kept(NamedTuple):
-    """The records first, first+1, …, `count` of them, that share the `nbytes` bytes of one COMMIT and its chunk."""
+    """The records first, first+1, …, `records` of them, that share the `nbytes` bytes of one COMMIT and its chunk."""
 
     first: int
-    count: int
+    records: int
     nbytes: int
 
 
@@ -33,12 +33,12 @@ class Compacted(NamedTuple):
     """A compact copy.
 
     Attributes:
-        index: The index entries: slot → (offset, bytes).
+        places: The index entries: slot → (offset, bytes).
         end: The offset after the last frame.
         kept: The records of joined COMMITs.
     """
 
-    index: dict[int, tuple[int, int]]
+    places: dict[int, tuple[int, int]]
     end: int
     kept: list[Kept]
 

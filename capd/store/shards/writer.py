@@ -256,7 +256,7 @@ class ShardWriter:
             compacted = compact(self._files.get(self.path), copy, self.index, self.end)
             if compacted is not None:
                 with opened(copy, os.O_RDWR) as target:
-                    pwrite_all(target, [index_bytes(compacted.index, slots)], compacted.end)
+                    pwrite_all(target, [index_bytes(compacted.places, slots)], compacted.end)
                 self._compact, self.kept = copy, compacted.kept
                 self.saved_nbytes = self.end - compacted.end
                 failpoint("compact.after_copy")
