@@ -135,7 +135,7 @@ class _RankConnection:
             store=str(self._context.root / f"{run_id}.zarr"),
             version=__version__,
             attempt=self._rank.hello.attempt + self._rank.shift,
-            held_before=self._context.registry.held_before(self._rank),
+            held_before=self._rank.continued,
         )
 
     def run(self, process: int | None) -> None:

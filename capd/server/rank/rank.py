@@ -53,14 +53,27 @@ class RankSession:
         started_ns: int,
         steering: RunSteering,
         shift: int = 0,
+        continued: int = 0,
     ) -> None:
-        """Start the session of a rank. shift: what is added to the attempt of its captures."""
+        """Start the session of a rank.
+
+        Args:
+            session: Its state.
+            hello: Its first HELLO.
+            arena: Its arena.
+            submit: Hands jobs to the pipeline.
+            forget: Releases parts of a record in the pipeline.
+            started_ns: When the session began.
+            steering: The steering of its run.
+            shift: What is added to the attempt of its captures.
+            continued: The records that the run held when the rank's job continued it; 0 if the job began it.
+        """
         self.session = session
         self.client, self.run_id = session.client, session.run_id
         self.hello = hello
         self.orders = Orders(steering)
         self.started_ns = started_ns
-        self.shift = shift
+        self.shift, self.continued = shift, continued
         self.ended_ns: int | None = None
         # The text of the last refusal as disk_full.
         self.why_full = ""

@@ -222,7 +222,10 @@ class Registry:
                 session = Session(client, run.run_id, self._pipeline.committed(run.run_id, client))
                 submit, forget = self._pipeline.submit, self._pipeline.forget
                 shift = self._shift(run, hello) if before is None else before.shift
-                rank = RankSession(session, hello, arena, submit, forget, started_ns, run.steering, shift)
+                continued = run.held_before.get(hello.attempt + shift, 0) if shift else 0
+                rank = RankSession(
+                    session, hello, arena, submit, forget, started_ns, run.steering, shift, continued
+                )
             reject = rank.connect(hello, arena, process)
             if reject is not None:
                 raise Refusal(reject.code, reject.message)
@@ -257,11 +260,6 @@ class Registry:
             raise StoreError(str(refusal)) from refusal
         with self._arriving(run):
             self._open(run)
-
-    def held_before(self, rank: RankSession) -> int:
-        """Return how many records the run held when this rank's job continued it; 0 if the job began it."""
-        run = self._runs.get(rank.run_id)
-        return 0 if run is None or not rank.shift else run.held_before.get(rank.hello.attempt + rank.shift, 0)
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest last."""

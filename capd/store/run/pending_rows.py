@@ -45,9 +45,18 @@ class PendingRows:
         self._moved.append((series.row.id, first, first + count, stored_nbytes // count))
 
     def compacted(self, series: SeriesState, shard: ShardWriter) -> None:
-        """Note that a shard was sealed without some chunks, and which bytes its records take now."""
-        series.row.stored_bytes = max(0, series.row.stored_bytes - shard.saved_nbytes)
+        """Note that a shard was sealed without some chunks, and which bytes its records take now.
+
+        The rows of the records are in the catalog.
+
+        Raises:
+            StoreError: The catalog cannot be read.
+        """
         for kept in shard.kept:
+            known = self._catalog.stored(series.row.id, kept.first, kept.first + kept.records)
+            before = sum(nbytes for _, _, nbytes in known.values())
+            after = kept.nbytes // kept.records * kept.records
+            series.row.stored_bytes = max(0, series.row.stored_bytes - before + after)
             self.moved(series, kept.first, kept.records, kept.nbytes)
 
     def changed(self, series: SeriesState) -> None:

@@ -113,10 +113,9 @@ class ShardWriter:
         self.has_records = has_records
         self.replaces = replaces
         self.replaced_nbytes = replaced_nbytes
-        # The copy without replaced chunks, once it is written: its joined records, and the bytes that it saves.
+        # The copy without replaced chunks, once it is written, and its joined records.
         self._compact: Path | None = None
         self.kept: list[Kept] = []
-        self.saved_nbytes = 0
         self._files = files
         self._written_back = end
         # Ordinal → (bytes, crc, offset) of the last record's chunks.
@@ -250,7 +249,7 @@ class ShardWriter:
 
         The `.partial` keeps them, because readers know its places.
         """
-        self._compact, self.kept, self.saved_nbytes = None, [], 0
+        self._compact, self.kept = None, []
         if self.replaced_nbytes * _WORTH_A_COPY > self.end:
             copy = self.path.with_name(f"{self.path.stem}-compact.tmp")
             compacted = compact(self._files.get(self.path), copy, self.index, self.end)
@@ -258,7 +257,6 @@ class ShardWriter:
                 with opened(copy, os.O_RDWR) as target:
                     pwrite_all(target, [index_bytes(compacted.places, slots)], compacted.end)
                 self._compact, self.kept = copy, compacted.kept
-                self.saved_nbytes = self.end - compacted.end
                 failpoint("compact.after_copy")
                 return
         fd = self._files.get(self.path)

@@ -29,6 +29,12 @@ from tests.kit.store.shared_chunks import RNG, SHARED, lose_what_names_records, 
 from tests.kit.store.writing import Writer
 
 
+@pytest.fixture
+def with_replaced_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards keep the chunks that later ones replaced, as where these are a small part of a shard."""
+    monkeypatch.setattr("capd.store.shards.writer._WORTH_A_COPY", 0)
+
+
 def lose_commit(run: Path, number: int) -> None:
     """Damage a COMMIT of the one `.partial`."""
     partial = spool(run, "*.partial")
@@ -110,7 +116,7 @@ def test_a_record_that_is_damaged_is_not_read_from_the_sealed_shard_that_its_chu
 
 
 def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_older_copy(
-    tmp_path: Path,
+    tmp_path: Path, with_replaced_chunks: None
 ) -> None:
     writer = Writer(tmp_path)
     put_shared(writer, *range(5))
@@ -132,7 +138,7 @@ def test_a_sealed_shard_without_index_and_last_commit_is_not_continued_from_an_o
     assert_named_rightly(writer.run, writer, [*range(5), 7])
 
 
-def test_a_record_that_nothing_names_keeps_its_number(tmp_path: Path) -> None:
+def test_a_record_that_nothing_names_keeps_its_number(tmp_path: Path, with_replaced_chunks: None) -> None:
     writer = Writer(tmp_path / "a")
     put_shared(writer, *range(3))
     put_shared(writer, 3)
@@ -159,7 +165,7 @@ def test_a_record_that_nothing_names_keeps_its_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_records_that_nothing_names_come_back_from_a_log_after_the_others(
-    tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch, with_replaced_chunks: None
 ) -> None:
     writer = Writer(tmp_path / "a", shard_nbytes=1 << 20)  # ten records
     put_shared(writer, *range(4))
