@@ -66,6 +66,7 @@ class StoreWriter:
             root, "node0", StoreOptions(), threads=1, staging_nbytes=64 << 20, budget=NoLimit()
         )
         self._sequence = 0
+        self.client = CLIENT
         self._sink = Outcomes()
         self._lock = threading.Lock()
 
@@ -79,7 +80,9 @@ class StoreWriter:
         descriptor = Descriptor(self._sequence, 4096, len(data), 0, array.shape, moment, **more)
         define = Define(id=0, key=key, dtype=dtype, attributes=attributes)
         self._sequence += 1
-        job = RecordJob(run_id, CLIENT, descriptor.sequence, define, descriptor, memoryview(data), self._sink)
+        job = RecordJob(
+            run_id, self.client, descriptor.sequence, define, descriptor, memoryview(data), self._sink
+        )
         self._pipeline.submit(job)
 
     def open(self, run_id: str) -> None:
