@@ -38,13 +38,13 @@ class SourceOptions:
     all_runs: Annotated[bool, flag("--all-runs", "Read all runs in STORE together, not only the newest.")] = (
         False
     )
-    attempt: AttemptOption = "latest"
     layer_base: LayerBase = 0
     keys: KeyOptions = field(default_factory=KeyOptions)
     sample: Annotated[
         str | None,
         option("--sample", "SHARE", "Read only this share of each series' records, evenly spread, as 5%."),
     ] = None
+    attempt: AttemptOption = "latest"
     workers: Annotated[
         int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
     ] = None

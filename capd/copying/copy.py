@@ -19,11 +19,11 @@ from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
 from capd.store.verify.run import run_identity
 
-__all__ = ["Copied", "Part", "copy_run", "is_quiet", "planned_copy"]
+__all__ = ["Copied", "CopyOptions", "copy_run", "is_quiet", "planned_copy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopyOptions:
     """The part of a run that is copied, and how.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
     @property
     def is_whole(self) -> bool:
         """Whether the copy has the same bytes as the source."""
-        return self == Part()
+        return self == CopyOptions()
 
     def of(self, store: Store) -> list[Series]:
         """Return the series to copy. Raises NothingMatched if there are none."""
@@ -66,7 +66,7 @@ class Copied:
     files: int
 
 
-def planned_copy(source: Path, part: Part) -> Copied:
+def planned_copy(source: Path, part: CopyOptions) -> Copied:
     """Return what a copy would hold. Writes nothing."""
     run_identity(source)
     series = part.of(open_store(source))
@@ -74,7 +74,7 @@ def planned_copy(source: Path, part: Part) -> Copied:
     return Copied(len(series), sum(map(len, series)), sum(one.raw_bytes for one in series), files)
 
 
-def copy_run(source: Path, new: Path, part: Part, progress: Progress, threads: int = 1) -> Copied:
+def copy_run(source: Path, new: Path, part: CopyOptions, progress: Progress, threads: int = 1) -> Copied:
     """Copy a run. The path `new` does not exist before the copy is complete and checked.
 
     Args:
@@ -117,7 +117,7 @@ def is_quiet(run: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _copy_records(
-    source: Path, root: Path, name: str, part: Part, progress: Progress, threads: int
+    source: Path, root: Path, name: str, part: CopyOptions, progress: Progress, threads: int
 ) -> Copied:
     store = open_store(source)
     series = part.of(store)

@@ -32,7 +32,7 @@ Capture = tuple[bytes, int]
 
 
 @dataclass(slots=True)
-class Source:
+class MergeSource:
     """One run of a merge.
 
     Attributes:
@@ -95,13 +95,13 @@ def merge_runs(runs: Sequence[Path], new: Path, progress: Progress) -> list[Merg
     return [_said(source) for source in sources]
 
 
-def _plan(runs: Sequence[Path], *, linkable: bool) -> list[Source]:
+def _plan(runs: Sequence[Path], *, linkable: bool) -> list[MergeSource]:
     if len({run.resolve() for run in runs}) < len(runs) or len(runs) < 2:
         raise ConfigError("name at least two runs to merge, each of them once")
     for run in runs:
         run_identity(run)
     stores = [open_store(run) for run in runs]
-    sources = [Source(store, store.everything()) for store in stores]
+    sources = [MergeSource(store, store.everything()) for store in stores]
     if not any(source.series for source in sources):
         raise NothingMatched(f"none of {', '.join(map(str, runs))} has a record")
     for at, source in enumerate(sources):
@@ -119,7 +119,7 @@ def _plan(runs: Sequence[Path], *, linkable: bool) -> list[Source]:
     return sources
 
 
-def _compare(source: Source, earlier: Sequence[Source]) -> None:
+def _compare(source: MergeSource, earlier: Sequence[MergeSource]) -> None:
     """Find what a run shares with the runs before it."""
     before = [row for one in earlier for row in _sessions(one)]
     known = {row.client for row in before}
@@ -137,13 +137,13 @@ def _compare(source: Source, earlier: Sequence[Source]) -> None:
         source.shift = 1 + max(attempt for _, attempt in pairs)
 
 
-def _sessions(source: Source) -> Iterator[SessionRow]:
+def _sessions(source: MergeSource) -> Iterator[SessionRow]:
     """Yield the sessions of a run as the merged run has them."""
     for _, row in source.store.sessions_by_node():
         yield _shifted(row, source)
 
 
-def _shifted(row: SessionRow, source: Source) -> SessionRow:
+def _shifted(row: SessionRow, source: MergeSource) -> SessionRow:
     if not source.shift or row.client in source.shared:
         return row
     return replace(row, attempt=row.attempt + source.shift, shift=row.shift + source.shift)
@@ -156,7 +156,7 @@ def _pairs(series: Sequence[Series], shift: int) -> Iterator[tuple[int, int]]:
             yield one.key.rank, moment.attempt + shift
 
 
-def _repeated(source: Source, earlier: Sequence[Source]) -> set[Capture]:
+def _repeated(source: MergeSource, earlier: Sequence[MergeSource]) -> set[Capture]:
     """Return the captures that an earlier run has, too.
 
     Raises:
@@ -183,7 +183,7 @@ def _repeated(source: Source, earlier: Sequence[Source]) -> set[Capture]:
     return found
 
 
-def _rows(source: Source, clients: set[bytes]) -> Iterator[tuple[Series, int, RecordRow]]:
+def _rows(source: MergeSource, clients: set[bytes]) -> Iterator[tuple[Series, int, RecordRow]]:
     for series in source.series:
         for number in series.numbers:
             row = series.row(number)
@@ -191,7 +191,7 @@ def _rows(source: Source, clients: set[bytes]) -> Iterator[tuple[Series, int, Re
                 yield series, number, row
 
 
-def _write(sources: Sequence[Source], built: Building, progress: Progress) -> None:
+def _write(sources: Sequence[MergeSource], built: Building, progress: Progress) -> None:
     _root_document(sources, built)
     for source in sources:
         for series in source.linked:
@@ -216,15 +216,15 @@ def _write(sources: Sequence[Source], built: Building, progress: Progress) -> No
     failpoint("copy.after_records")
 
 
-def _shift_of(source: Source) -> Callable[[RecordRow], int]:
+def _shift_of(source: MergeSource) -> Callable[[RecordRow], int]:
     return lambda row: 0 if row.client in source.shared else source.shift
 
 
-def _is_repeated(row: RecordRow, source: Source) -> bool:
+def _is_repeated(row: RecordRow, source: MergeSource) -> bool:
     return (row.client, row.sequence) in source.repeated
 
 
-def _root_document(sources: Sequence[Source], built: Building) -> None:
+def _root_document(sources: Sequence[MergeSource], built: Building) -> None:
     """Write the run's own document, which names the runs whose files are linked."""
     document = built.run / "zarr.json"
     if document.exists():
@@ -259,7 +259,7 @@ def _sync_tree(run: Path) -> None:
     sync_paths([path for path in run.rglob("*") if path.is_dir() or path.is_file()], run)
 
 
-def _said(source: Source) -> Merged:
+def _said(source: MergeSource) -> Merged:
     records = sum(map(len, source.series))
     return Merged(
         source.store.path,

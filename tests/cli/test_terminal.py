@@ -49,6 +49,8 @@ COMMANDS = [
     ("show", "*layers.0.*input"),
     ("stats",),
     ("verify",),
+    ("cp", "NEW", "--dry-run"),
+    ("merge", "OTHER", "-o", "NEW", "--dry-run"),
     ("export",),
     ("compare",),
     ("compare", "SELF"),
@@ -88,6 +90,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             key = linear_key(module=LONG.format(layer), layer=layer, tensor_name=name)
             writer.put("run", key, values, "float32", Moment(iteration=1000, time_ns=1))
     writer.save_session("run", session_row(command="python train.py " + "--option value " * 20))
+    writer.save_session("run", session_row())
+    writer.put("other", linear_key(), np.ones((4, 4), "f4"), "float32", Moment(iteration=1))
     writer.close()
     return root / "run.zarr"
 
@@ -118,6 +122,9 @@ def check(shown: str) -> None:
 def test_every_command_fits_80_columns(command: tuple[str, ...], store: Path) -> None:
     verb, *rest = (str(store) if word == "SELF" else word for word in command)
     place = [] if verb in WITHOUT_STORE else [store.parent if verb in OF_A_DIRECTORY else store]
+    words = {"SELF": str(store), "OTHER": str(store.with_name("other.zarr")), "NEW": "new.zarr"}
+    verb, *rest = (words.get(word, word) for word in command)
+    place = [] if verb in WITHOUT_STORE else [store]
     shown = in_terminal(verb, *place, *rest)
 
     assert shown

@@ -77,15 +77,26 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
     values = {
         "store": "/s", "endpoint": "unix:/e", "run_id": "r", "node": "n", "threads": "4", "staging_bytes": "64MiB",
         "max_disk": "5GB", "keep_free": "20%", "allow_uid": "7,8", "durability": "durable", "codec": "fast",
-        "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9",
+        "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9", "run_max": "3GB", "rank_max": "2GB",
+        "series_max": "1GB", "quota_policy": "drop",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
         max_disk=5 * 10**9, keep_free=0.2, allow_uid=(7, 8), durability="durable", codec="fast", statistics=False,
-        idle_seal_s=2.5, shutdown_timeout_s=9,
+        idle_seal_s=2.5, shutdown_timeout_s=9, run_max=3 * 10**9, rank_max=2 * 10**9, series_max=10**9,
+        quota_policy="drop",
     )  # fmt: skip
-    table = "\n".join(f'{name} = "{value}"' for name, value in values.items() if name != "allow_uid")
-    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n", "all.toml")
+    quota = {
+        "run_max": "run_max",
+        "rank_max": "rank_max",
+        "series_max": "series_max",
+        "quota_policy": "policy",
+    }
+    table = "\n".join(
+        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota)
+    )
+    limits = "\n".join(f'{key} = "{values[name]}"' for name, key in quota.items())
+    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n[quota]\n{limits}\n", "all.toml")
 
     assert set(values) == set(DaemonSettings.model_fields)
     assert (
@@ -100,6 +111,9 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
     ("toml", "pieces"),
     [
         ("[daemon]\nmax_dsk = 1\n", ["capd.toml", "[daemon]", "max_dsk", "max_disk"]),
+        ("[daemon]\nrun_max = 1\n", ["capd.toml", "[daemon] run_max", "belongs into [quota]"]),
+        ("[quota]\nrun_mx = 1\n", ["capd.toml", "[quota] run_mx", "unknown key", "run_max"]),
+        ('[quota]\nrun_max = "much"\n', ["capd.toml", "[quota] run_max", "much"]),
         ('polcy = "drop"\n', ["capd.toml", "polcy", "policy"]),
         ("[when]\nstep = 1\n", ["capd.toml", "step", "steps"]),
         ('[daemon]\ncodec = "zip"\n', ["capd.toml", "codec", "default", "fast", "zip"]),

@@ -75,14 +75,14 @@ def cp(
       6  the disk is full
       7  another command writes DST
     """
-    from capd.copying.copy import Part, copy_run, planned_copy
+    from capd.copying.copy import CopyOptions, copy_run, planned_copy
     from capd.server.heap import settled_heap
     from capd.server.limits import usable_cpus
     from capd.store.format.codecs import parse_codec
 
     if recode is not None and recode not in ("auto", "default", "fast", "none"):
         parse_codec(recode)
-    part = Part(tuple(series or ()), attempt_of(attempt), statistics_only, recode)
+    part = CopyOptions(tuple(series or ()), attempt_of(attempt), statistics_only, recode)
     if dry_run:
         found = planned_copy(source, part)
     else:

@@ -38,7 +38,6 @@ def export(
         option("--out", "DIR", "Where the files go; without it, only say how much that would be.", "-o"),
     ] = None,
     run: RunOption = None,
-    attempt: AttemptOption = "latest",
     names: Annotated[Scheme, option("--names", "A|B|C", "pt: naming scheme of the files.")] = "C",
     tensor_names: Annotated[
         TensorNames,
@@ -56,6 +55,7 @@ def export(
     jobs: Annotated[
         int | None, option("--jobs", "N", "pt: threads that write [default: the CPUs].", min=1, max=256)
     ] = None,
+    attempt: AttemptOption = "latest",
     as_json: Json = False,
 ) -> None:
     """Write the records of a run as files. No file is ever replaced. Of records at one moment, only the newest is

@@ -34,12 +34,12 @@ COUNTABLE = (*FIELDS[1:12], "kept")
 def ls(
     store: StoreArgument = None,
     run: RunOption = None,
-    attempt: AttemptOption = "latest",
     *,
     keys: KeyOptions,
     limit: Annotated[
         int | None, option("--limit", "N", "Print at most this many [default: all].", min=1)
     ] = None,
+    attempt: AttemptOption = "latest",
     by: Annotated[
         str | None,
         option(

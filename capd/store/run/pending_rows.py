@@ -54,8 +54,12 @@ class PendingRows:
         """
         for kept in shard.kept:
             known = self._catalog.stored(series.row.id, kept.first, kept.first + kept.records)
-            before = sum(nbytes for _, _, nbytes in known.values())
-            after = kept.nbytes // kept.records * kept.records
+            before, after = sum(nbytes for _, _, nbytes in known.values()), kept.nbytes
+            # The catalog has whole shares of the bytes, unless a recovery has counted the records.
+            if before <= kept.before < before + kept.records:
+                before = kept.before
+            else:
+                after -= after % kept.records
             series.row.stored_bytes = max(0, series.row.stored_bytes - before + after)
             self.moved(series, kept.first, kept.records, kept.nbytes)
 

@@ -22,11 +22,17 @@ _PIECE_NBYTES = 8 << 20
 
 
 class Kept(NamedTuple):
-    """The records first, first+1, …, `records` of them, that share the `nbytes` bytes of one COMMIT and its chunk."""
+    """Records of one COMMIT in the copy: first, first+1, …, `records` of them.
+
+    Attributes:
+        nbytes: The bytes of the COMMIT and its chunks in the copy.
+        before: The bytes of the same records in the source.
+    """
 
     first: int
     records: int
     nbytes: int
+    before: int
 
 
 class Compacted(NamedTuple):
@@ -35,7 +41,7 @@ class Compacted(NamedTuple):
     Attributes:
         places: The index entries: slot → (offset, bytes).
         end: The offset after the last frame.
-        kept: The records of joined COMMITs.
+        kept: The records whose bytes changed.
     """
 
     places: dict[int, tuple[int, int]]
@@ -111,8 +117,9 @@ class _Copy:
         payload = encode_commit(first, rows, chunks)
         head = frame(FrameKind.COMMIT, payload, session=session_of(rows[0].client), sequence=rows[0].sequence)
         self._end = pwrite_all(self._target, [head, payload], self._end)
-        if len(runs) > 1:
-            self._kept.append(Kept(first, len(rows), self._end - begin))
+        before = sum(run.end - run.start for run in runs)
+        if self._end - begin != before:
+            self._kept.append(Kept(first, len(rows), self._end - begin, before))
 
     def _copy(self, start: int, end: int) -> None:
         while start < end:

@@ -212,7 +212,8 @@ def test_find_filters_and_returns_the_latest_attempt(tmp_path: Path) -> None:
     assert [int(latest.numpy(i)) for i in range(6)] == [0, 0, 1, 1, 1, 1]
     assert len(first.records) == 4
     assert len(store.find(layer=[3, 4], attempt="all")) == 2
-    assert len(store.to_pandas()) == 9
+    assert len(store.to_pandas()) == 7
+    assert len(store.to_pandas(attempt="all")) == 9
     with pytest.raises(CapdError, match="layre"):
         store.find(layre=3)
 
