@@ -67,6 +67,7 @@ def prepare_for(site: Site, name: str) -> None:
         site.kill()
         return
     rank.bye()
+    site.begins[rank.rank] = rank.next
     site.ranks.remove(rank)
     rank.close()
     assert site.stop() == 0

@@ -33,6 +33,8 @@ class Site:
         self.log = ExpectedLog(log or directory / "expected.jsonl")
         self.options = options
         self.ranks: list[LoadRank] = []
+        # Rank → the first capture of its next session.
+        self.begins: dict[int, int] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self._said = runtime / f"{directory.name[-40:]}.log"
         self._started_at = 0
@@ -75,6 +77,7 @@ class Site:
     def rank(self, number: int = 0, captures: Callable[[int, int], Capture] = capture) -> LoadRank:
         """A rank of this site, not connected yet."""
         self.ranks.append(LoadRank(self.socket, self.log, number, captures=captures))
+        self.ranks[-1].next = self.begins.get(number, 0)
         return self.ranks[-1]
 
     def loaded(self, captures: int) -> LoadRank:
