@@ -192,6 +192,8 @@ def _place(ctx: typer.Context) -> Path:
     # A command about runs also takes the name of one in the default store.
     named = _default_store() / f"{given}.zarr"
     return named if len(given.parts) == 1 and not given.exists() and named.is_dir() else given
+    given = ctx.params.get("store") or ctx.params.get("source")
+    return Path(given or next(iter(ctx.args), None) or _default_store())
 
 
 def _runs(root: Path) -> list[Path]:

@@ -1,1 +1,1 @@
-"""The copies of runs: one run copied whole or in part, or several merged into one. The sources are only read."""
+"""The copies of runs: one run copied whole or in part, or several merged into one. Sources are only read."""

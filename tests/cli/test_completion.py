@@ -71,6 +71,9 @@ def test_stores_runs_and_series_are_offered(ask: Callable[..., list[str]], store
     for command in ("runs", "prune", "gc"):
         assert ask(command, store) == [store]
     assert ask("rm", runs[1], "--series", "bf16/rank0/")
+    assert ask("cp", f"{store}/s") == runs[1:]
+    assert ask("merge", runs[0], f"{store}/") == runs
+    assert ask("ls", store, "--attempt", "l") == ["latest"]
     found = ask("show", store, "bf16/rank0/")
     assert found
     assert all(path.startswith("bf16/rank0/") for path in found)

@@ -11,6 +11,7 @@ import pytest
 import capd
 from capd.store.run.usage import Quota, Use
 from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.scalars import scalar_key
 from tests.kit.store.writing import Writer, key
 
 RNG = np.random.default_rng(3)
@@ -83,8 +84,7 @@ def test_near_the_limit_only_statistics_are_kept_and_scalars_stay_whole(tmp_path
     for _ in range(12):
         writer.put(key("x"), "float32", RNG.standard_normal(RECORD_NBYTES // 4).astype("f4"))
         writer.flush()
-    scalar = key("loss", quant_type="scalar", layer_type="scalar", operation="step", layer=None)
-    writer.put(scalar, "float64", np.array(2.5))
+    writer.put(scalar_key("loss", 0), "float64", np.array(2.5))
     writer.flush()
     assert writer.outcomes.refusals == []
     writer.close()
