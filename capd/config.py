@@ -1,12 +1,9 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]` and `[retention]` belong to the daemon. Its other keys belong
-to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
-environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
-`./capd.toml` is used if it exists. Its `[daemon]` and `[quota]` tables belong to the daemon. Its other keys belong to
-the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also the
-environment variable `CAPD_<FIELD IN CAPITALS>`.
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]` and `[retention]` belong to the daemon. Its other
+keys belong to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also
+the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 """
 
 from __future__ import annotations
@@ -177,13 +174,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problems = job_problems_of(table)
-    for name, model in _TABLES.items():
+    for name, problems_of in _PROBLEMS.items():
         if isinstance(table.get(name, {}), dict):
-            problems += _problems_of(table.get(name, {}), f"[{name}] {{}}".format, model)
-    if isinstance(table.get("daemon", {}), dict):
-        problems += _problems_of_daemon(table.get("daemon", {}))
-    if isinstance(table.get("quota", {}), dict):
-        problems += _problems_of_quota(table.get("quota", {}))
+            problems += problems_of(table.get(name, {}))
     return table, [f"{path}: {problem}" for problem in problems]
 
 
@@ -291,7 +284,8 @@ def _blame(field: str, origins: Mapping[str, str]) -> str:
     return f"--{field.replace('_', '-')}" if origin == "flag" else f"{field} ({origin})"
 
 
-_TABLES: dict[str, type[BaseModel]] = {"daemon": DaemonSettings, "retention": RetentionSettings}
+def _problems_of_retention(table: Mapping[str, Any]) -> list[str]:
+    return _problems_of(table, "[retention] {}".format, RetentionSettings)
 
 
 def _problems_of(
@@ -303,6 +297,14 @@ def _problems_of(
     except ValidationError as error:
         return [_one_line(entry, place, model) for entry in error.errors(include_url=False)]
     return []
+
+
+# Table of capd.toml → what finds its problems.
+_PROBLEMS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "daemon": _problems_of_daemon,
+    "quota": _problems_of_quota,
+    "retention": _problems_of_retention,
+}
 
 
 def _one_line(error: ErrorDetails, place: Callable[[str], str], model: type[BaseModel]) -> str:

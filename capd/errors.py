@@ -26,9 +26,8 @@ from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
     "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
-    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "RemovedRun", "StoreBusy", "StoreError",
-    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "QuotaReached", "StoreBusy", "StoreError",
-    "StoreFull", "exit_code_of",
+    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "QuotaReached", "RemovedRun", "StoreBusy",
+    "StoreError", "StoreFull", "exit_code_of",
 ]  # fmt: skip
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -188,12 +188,11 @@ def _run(ctx: typer.Context) -> Path:
 def _place(ctx: typer.Context) -> Path:
     """Return STORE, or the default store. After an option that still lacks its value, STORE is no parameter yet."""
     runs: Any = ctx.params.get("runs") or ctx.args
-    given = Path(ctx.params.get("store") or next(iter(runs), None) or _default_store())
+    store = ctx.params.get("store") or ctx.params.get("source")
+    given = Path(store or next(iter(runs), None) or _default_store())
     # A command about runs also takes the name of one in the default store.
     named = _default_store() / f"{given}.zarr"
     return named if len(given.parts) == 1 and not given.exists() and named.is_dir() else given
-    given = ctx.params.get("store") or ctx.params.get("source")
-    return Path(given or next(iter(ctx.args), None) or _default_store())
 
 
 def _runs(root: Path) -> list[Path]:

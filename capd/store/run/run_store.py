@@ -80,7 +80,7 @@ class RunStore:
         self._small = SmallRecords(self._log, self._files, room or Room())
         # Series with a full chunk in the log, or a full shard.
         self._ripe: set[str] = set()
-        self.usage = Usage(options.quota, run_id, found.series)
+        self.usage = Usage(options.quota, self._file_header.run_id, found.series)
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:

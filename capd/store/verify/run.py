@@ -18,7 +18,6 @@ from pathlib import Path
 from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.disk.layout import series_on_disk
 from capd.store.documents.tombstone import check_present
-from capd.store.documents.zarr_json import read_group, run_attributes
 from capd.store.documents.zarr_json import read_group, run_attributes, run_ids
 from capd.store.format.frames import FORMAT_VERSION
 from capd.store.verify.damage import Kind, Report

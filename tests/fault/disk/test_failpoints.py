@@ -31,10 +31,9 @@ ON_DAMAGE = {name for name, _ in REWRITTEN}
 ON_REMOVAL = {
     name for name in failpoints.NAMES if name.startswith(("remove.", "trash.", "empty.", "restore."))
 }
-ON_THE_WAY = [name for name in failpoints.NAMES if name not in ON_DAMAGE | ON_REMOVAL]
 # tests/cli/copying kills the commands there.
 ON_COPIES = {name for name in failpoints.NAMES if name.startswith("copy.")}
-ON_THE_WAY = [name for name in failpoints.NAMES if name not in ON_DAMAGE | ON_COPIES]
+ON_THE_WAY = [name for name in failpoints.NAMES if name not in ON_DAMAGE | ON_REMOVAL | ON_COPIES]
 ACTIONS = ("kill", "error", "enospc")
 
 
