@@ -82,6 +82,12 @@ class Tool:
         """Send an order and return the answer. Raises EndpointError."""
         return self._reply(ControlReply, message, timeout_s)
 
+    def wait_end(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of the connection, which is the end of the daemon."""
+        with contextlib.suppress(OSError, EOFError):
+            if self._connection.poll(timeout_s):
+                self._connection.recv_bytes(MAX_FRAME_NBYTES)
+
     def _reply(self, kind: type[_Reply], message: ClientMessage, timeout_s: float) -> _Reply:
         reply = self.request(message, timeout_s)
         if not isinstance(reply, kind):

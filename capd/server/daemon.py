@@ -1,7 +1,7 @@
 """The daemon: owns the store root, listens, runs the clock, and stops in order.
 
-Start: limits → root lock → socket → pipeline → "listening on unix:…" → recover the runs that an earlier daemon left
-unsealed.
+Start: limits → root lock → socket (its own, or one of a service manager) → pipeline → "listening on unix:…" → recover
+the runs that an earlier daemon left unsealed.
 
 Stop (SIGTERM, SIGHUP, Ctrl-C, or a tool's CONTROL): stop accepting → let ranks finish sending → persist counters →
 drain and seal → report the rest → release the root. Runs in recovery are sealed, too.
@@ -18,6 +18,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from capd._version import __version__
@@ -36,6 +37,7 @@ from capd.server.limits import (
 )
 from capd.server.net import endpoint
 from capd.server.net.sender import SendLoop
+from capd.server.net.users import AllowedUsers
 from capd.server.pipeline.gather_thread import MAX_SCRATCH_FILES
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.priority import PromptThread, yield_to_training
@@ -47,7 +49,10 @@ from capd.server.runs.recovery import RunRecovery
 from capd.server.runs.registry import Registry
 from capd.server.runs.root_lock import RootLock
 from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
-from capd.server.stopping import StopRequests
+from capd.server.service.kill_time import shutdown_time
+from capd.server.service.notifications import Notifications
+from capd.server.service.sockets import RANKS, inherited_sockets, ranks_socket
+from capd.server.stopping import Outcome, StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
 from capd_client.config.sizes import amount_nbytes, default_max_disk
@@ -81,6 +86,7 @@ class Daemon:
     def __init__(
         self, settings: DaemonSettings, parent: int | None = None, retention: Policy | None = None
     ) -> None:
+    def __init__(self, settings: DaemonSettings, parent: int | None = None, *, once: bool = False) -> None:
         """Remember the settings. Nothing is touched before `run`.
 
         Args:
@@ -92,9 +98,15 @@ class Daemon:
         self._settings = settings
         self._policy = retention or Policy()
         self._retention: Retention | None = None
+            once: The daemon also stops when there were ranks and the last one has been gone for `idle_seal_s`.
+        """
+        self._settings = settings
+        self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
         self._quiet_since: float | None = None
+        # Since when no rank has been here, after the first.
+        self._left_since: float | None = None
         # Whether no rank has been here, and the log has not said so.
         self._is_alone = True
         self._root = Path(settings.store).absolute()
@@ -103,6 +115,7 @@ class Daemon:
         self._staging_nbytes = staging_within(settings.staging_bytes)
         self._bound: endpoint.BoundSocket | None = None
         self._stop = StopRequests(self._leave_at_once)
+        self._outcome = Outcome()
         self._drained_by = 0.0
 
     def run(self) -> int:
@@ -116,13 +129,21 @@ class Daemon:
             StoreBusy: Another daemon owns the store or the socket.
             StoreError: The store cannot be used.
             EndpointError: The socket cannot be used.
-            ConfigError: The run id is not valid.
+            ConfigError: The run id or an allowed uid is not valid.
         """
-        with self._stop, contextlib.ExitStack() as stack:
-            self._start(stack)
-            while not self._stop.wait(_TICK_S):
-                self._tick()
-            return self._shut_down()
+        # The service manager of a job hears nothing of a daemon that the job started for itself.
+        manager = Notifications(os.environ if self._parent is None else {})
+        with self._stop, manager as self._manager:
+            with contextlib.ExitStack() as stack:
+                self._start(stack)
+                manager.ready()
+                while not self._stop.wait(_TICK_S):
+                    self._tick()
+                manager.stopping(self._pipeline.writer)
+                code = self._shut_down()
+            # The tools hear it when the store is free for the next daemon.
+            self._outcome.tell(ok=code == 0, text=self._ended)
+            return code
 
     def stats(self, run_id: str | None = None) -> DaemonStats:
         """Return the answer to STATS: the counters of one run, or of all."""
@@ -148,6 +169,10 @@ class Daemon:
     def _start(self, stack: contextlib.ExitStack) -> None:
         settings = self._settings
         self._started = time.monotonic()
+        passed = inherited_sockets()
+        for one in passed.values():
+            stack.callback(one.close)
+        allowed = AllowedUsers(os.getuid(), settings.allow_uid)
         accepting = PromptThread("capd-accept")
         stack.callback(accepting.dismiss)
         # Before any other thread starts, because threads inherit the priority.
@@ -160,11 +185,7 @@ class Daemon:
         stack.callback(lock.release)
         names = RunNames(self._root, settings.run_id, lock.previous)
         self._budget = self._disk_budget()
-        self._bound = endpoint.bind(
-            endpoint.endpoint_path(settings.endpoint),
-            private=settings.endpoint is None,
-            others_allowed=bool(settings.allow_uid),
-        )
+        self._bound = self._bind(passed)
         stack.callback(self._close_socket)
         self._endpoint = lock.note.endpoint = self._bound.endpoint
         lock.write()
@@ -182,12 +203,23 @@ class Daemon:
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
         sending = SendLoop()
         stack.callback(sending.stop)
-        self._listen(self._bound, open_files - options.open_files, accepting, sending)
+        self._listen(self._bound, allowed, open_files - options.open_files, accepting, sending)
         self._recovery = RunRecovery(self._root, self._node, self._registry)
         self._recovery.start()
         if self._policy:
             self._retention = Retention(self._root, self._policy, self._registry, self._recovery)
             self._retention.start()
+
+    def _bind(self, passed: Mapping[str, socket.socket]) -> endpoint.BoundSocket:
+        settings = self._settings
+        if RANKS in passed:
+            configured = None if settings.endpoint is None else endpoint.parse(settings.endpoint)
+            return ranks_socket(passed[RANKS], configured)
+        return endpoint.bind(
+            endpoint.endpoint_path(settings.endpoint),
+            private=settings.endpoint is None,
+            others_allowed=bool(settings.allow_uid),
+        )
 
     def _disk_budget(self) -> DiskBudget:
         settings, found = self._settings, os.statvfs(self._root)
@@ -218,9 +250,13 @@ class Daemon:
         )
 
     def _listen(
-        self, bound: endpoint.BoundSocket, free_files: int, accepting: PromptThread, sending: SendLoop
+        self,
+        bound: endpoint.BoundSocket,
+        allowed: AllowedUsers,
+        free_files: int,
+        accepting: PromptThread,
+        sending: SendLoop,
     ) -> None:
-        settings = self._settings
         ranks = ConnectionContext(
             registry=self._registry,
             root=self._root,
@@ -232,13 +268,13 @@ class Daemon:
             sending=sending,
         )
         controller = Controller(self._registry, lambda: self._stop.request("a tool"))
-        tools = ToolContext(self.stats, controller, self._closing)
+        tools = ToolContext(self.stats, controller, self._closing, self._outcome)
         room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
             bound.socket,
             ranks,
             tools,
-            allowed_uids=frozenset({os.getuid(), *settings.allow_uid}),
+            allowed=allowed,
             max_connections=max(8, min(_MAX_CONNECTIONS, room)),
         )
         self._listener.start(accepting)
@@ -252,6 +288,9 @@ class Daemon:
             self._budget.keep_free_nbytes() / 1e9,
             os.getpid(),
         )
+        self._shutdown_s, shortened = shutdown_time(self._settings)
+        if shortened is not None:
+            logger.info("%s", shortened)
         # `capd run` and the tests wait for this line.
         logger.info("listening on %s", bound.endpoint)
         here = f"CAPD_ENDPOINT={bound.endpoint}"
@@ -265,6 +304,9 @@ class Daemon:
         except Exception:
             # This is the outermost loop: ranks must not suffer from one failed tick.
             logger.exception("the daemon's clock failed once")
+        self._manager.tick(self._pipeline.writer, self._status)
+        if self._once:
+            self._leave_after_the_last()
         if self._is_alone and (self._registry.runs() or time.monotonic() - self._started > _ALONE_S):
             self._is_alone = False
             if not self._registry.runs():
@@ -277,8 +319,24 @@ class Daemon:
         elif time.monotonic() - self._quiet_since > _LINGER_S:
             self._stop.request("the process that started this daemon is gone")
 
+    def _status(self) -> str:
+        """Return the line that `systemctl status` shows."""
+        runs = [run for run in self._registry.stats(None) if not run.sealed]
+        ranks = sum(session.connected for run in runs for session in run.sessions)
+        dropped = sum(count for run in runs for count in run.dropped.values())
+        return f"{len(runs)} runs, {ranks} ranks, {dropped} dropped"
+
+    def _leave_after_the_last(self) -> None:
+        idle_s, now = self._settings.idle_seal_s, time.monotonic()
+        if not self._registry.admitted or self._registry.has_ranks() or self._listener.arriving:
+            self._left_since = None
+        elif self._left_since is None:
+            self._left_since = now
+        elif now - self._left_since >= idle_s:
+            self._stop.request(f"the last rank has been gone for {idle_s:g} s")
+
     def _shut_down(self) -> int:
-        timeout_s = self._settings.shutdown_timeout_s
+        timeout_s = self._shutdown_s
         began = time.monotonic()
         until = began + timeout_s
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
@@ -303,15 +361,19 @@ class Daemon:
         self._recovery.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
+        self._ended = "the daemon stopped, everything is sealed"
         if left:
-            logger.error("%s", describe_unsealed(left, self._root, self._node))
+            self._ended = describe_unsealed(left, self._root, self._node)
+            logger.error("%s", self._ended)
+        elif not complete:
+            self._ended = "the daemon stopped with captures that were never acknowledged; its log says why"
         logger.info("stopped after %.1f s", time.monotonic() - began)
         return EXIT_UNSEALED if left else 0 if complete else 1
 
     def _close_socket(self) -> None:
         if self._bound is not None:
             self._bound.close()
-            if self._parent is not None:
+            if self._parent is not None and self._bound.removed_at_close:
                 with contextlib.suppress(OSError):
                     self._bound.path.parent.rmdir()
 

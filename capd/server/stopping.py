@@ -1,4 +1,7 @@
-"""The requests to stop: turns SIGTERM, SIGHUP, Ctrl-C and a tool's request into one event for the main thread."""
+"""The requests to stop, and the outcome for those who asked.
+
+SIGTERM, SIGHUP, Ctrl-C and a tool's request become one event for the main thread.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequests"]
+from capd_client.protocol.bounds import MAX_TEXT_CHARS
+from capd_client.protocol.control import ControlReply
+
+__all__ = ["Outcome", "StopRequests"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # A second Ctrl-C within this time is the first one, delivered twice.
@@ -66,3 +73,37 @@ class StopRequests:
                 self._force()
             self._interrupted_at = self._interrupted_at or now
         self.request(signal.Signals(number).name)
+
+
+class Outcome:
+    """How the daemon ended: told once, after everything is sealed, to the tools that wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reply: ControlReply | None = None
+        self._waiting = 0
+
+    @contextlib.contextmanager
+    def awaited(self, timeout_s: float) -> Iterator[Callable[[], ControlReply]]:
+        """Wait for the outcome within the block, by calling what it yields. Enter it before the daemon stops."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield lambda: self._take(timeout_s)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def tell(self, *, ok: bool, text: str, timeout_s: float = 1.0) -> None:
+        """Tell the outcome, and wait until every tool has its answer."""
+        with self._changed:
+            self._reply = ControlReply("ok" if ok else "failed", text[:MAX_TEXT_CHARS])
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def _take(self, timeout_s: float) -> ControlReply:
+        with self._changed:
+            self._changed.wait_for(lambda: self._reply is not None, timeout_s)
+            late = f"the daemon still stops after {timeout_s:g} s; it goes on"
+            return self._reply or ControlReply("failed", late)

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "RANK_VARIABLES", "RankInfo", "distributed_ready", "find_rank", "index_in", "job_name", "node_job", "rank_in",
-    "spans_nodes",
+    "RANK_VARIABLES", "REQUEUE_ATTEMPTS", "RankInfo", "distributed_ready", "find_rank", "index_in", "job_name",
+    "node_job", "rank_in", "spans_nodes",
 ]  # fmt: skip
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """The variables that `rank_in` reads."""
 
 
+REQUEUE_ATTEMPTS = 1000
+"""The attempts that one requeue of a Slurm job counts for."""
+
 _MAX_RANK = 2**31 - 1
+_MAX_REQUEUES = 1_000_000
 _C10D = "torch.distributed.distributed_c10d"
 # All of torch's process groups, once torch.distributed is loaded.
 _groups: Any = None
@@ -55,9 +59,6 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
     environ = os.environ if environ is None else environ
     local_rank, world = index_in(environ, "LOCAL_RANK"), index_in(environ, "WORLD_SIZE")
     local_world = index_in(environ, "LOCAL_WORLD_SIZE")
-    # A collection run sets it for each new try.
-    tried = index_in(environ, "CAPD_ATTEMPT") or 0
-    attempt = tried + (index_in(environ, "TORCHELASTIC_RESTART_COUNT") or 0)
     number, source = rank_in(environ)
     if distributed_ready():
         from torch import distributed
@@ -68,9 +69,19 @@ def find_rank(environ: Mapping[str, str] | None = None) -> RankInfo:
         world_size=max(1, world or 1),
         local_rank=local_rank if local_rank is not None else 0,
         local_world_size=max(1, local_world or (world or 1) if local_rank is not None else 1),
-        attempt=attempt,
+        attempt=_attempt(environ),
         source=source,
     )
+
+
+def _attempt(environ: Mapping[str, str]) -> int:
+    """Return the number of the job's restarts: those by a scheduler or a collection, then those by torchrun."""
+    # A collection sets it for each new try.
+    restarts = index_in(environ, "CAPD_ATTEMPT")
+    if restarts is None:
+        # A requeued job begins to count torchrun's restarts again, and must not reuse their numbers.
+        restarts = (index_in(environ, "SLURM_RESTART_COUNT", _MAX_REQUEUES) or 0) * REQUEUE_ATTEMPTS
+    return restarts + (index_in(environ, "TORCHELASTIC_RESTART_COUNT", _MAX_RANK - restarts) or 0)
 
 
 def rank_in(environ: Mapping[str, str]) -> tuple[int | None, str]:

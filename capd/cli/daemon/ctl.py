@@ -27,6 +27,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 _ANSWER_S = 10.0
 # The daemon gives up sooner than this.
 _SEAL_S = 660.0
+# The rest of a daemon's life after its last answer.
+_EXIT_S = 5.0
 
 RunId = Annotated[str | None, option("--run-id", "NAME", "The run [default: the only one with live ranks].")]
 SealedRun = Annotated[str | None, option("--run-id", "NAME", "The run [default: all runs of the daemon].")]
@@ -93,10 +95,11 @@ def _group() -> None:
       capd ctl start --steps 500-
       capd ctl select --modules "*.mlp.*" --tensors input,grad_output
       capd ctl select --reset
+      capd ctl shutdown
 
     \b
     Exit codes:
-      1  some ranks have not followed yet
+      1  some ranks have not followed yet, or a daemon left records unsealed
       2  several runs have live ranks: name one with --run-id
       3  no daemon answers
       5  no such run, or the selection matches nothing
@@ -181,6 +184,23 @@ def seal(run_id: SealedRun = None, endpoint: Endpoint = None) -> None:
     _say(_ask(Control("seal", run_id), endpoint))
 
 
+@app.command(short_help="End the daemon, after everything is sealed.")
+def shutdown(
+    timeout: Annotated[
+        float, option("--timeout", "SECONDS", "How long to wait for the end.", min=0.1, max=3600)
+    ] = 120.0,
+    no_wait: Annotated[bool, flag("--no-wait", "Return at once, without waiting for the end.")] = False,
+    endpoint: Endpoint = None,
+) -> None:
+    """End the daemon, as SIGTERM does: it takes what ranks have sent, seals everything, and exits.
+
+    The command returns when the daemon is gone. A batch script of a scheduler calls it after the job, so that its
+    `wait` for the daemon ends. Ranks that still run are not ended: their captures wait for the next daemon.
+    """
+    order = Control("shutdown", wait_s=0.0 if no_wait else timeout)
+    _say(_ask(order, endpoint, after_s=_EXIT_S))
+
+
 def _selection(
     steps: str | None,
     micro_batches: str | None = None,
@@ -201,8 +221,10 @@ def _selection(
     return selection
 
 
-def _ask(message: Control, endpoint: str | None) -> ControlReply:
+def _ask(message: Control, endpoint: str | None, after_s: float = 0.0) -> ControlReply:
     """Return the daemon's reply. The reply may take longer than the time that the message gives the ranks.
+
+    After a reply "ok" it waits at most `after_s` for the end of the connection.
 
     Raises:
         EndpointError: If no daemon answers.
@@ -216,7 +238,10 @@ def _ask(message: Control, endpoint: str | None) -> ControlReply:
         check_run_id(message.run_id)
     settings = load_daemon_settings({} if endpoint is None else {"endpoint": endpoint})
     with connect(endpoint_path(settings.endpoint)) as tool:
-        return tool.control(message, message.wait_s + (_SEAL_S if message.verb == "seal" else _ANSWER_S))
+        reply = tool.control(message, message.wait_s + (_SEAL_S if message.verb == "seal" else _ANSWER_S))
+        if message.wait_s and after_s and reply.ok:
+            tool.wait_end(after_s)
+        return reply
 
 
 def _show(reply: ControlReply, as_json: bool, render: Callable[[list[RankControl]], list[str]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from capd.cli.daemon_client import wait_until_ready
 from capd.cli.output import note
 from capd.config import DaemonSettings
-from capd.errors import StoreError
+from capd.errors import ConfigError, StoreError
 from capd.server.daemon import node_name
 from capd.server.net.endpoint import endpoint_path
 
@@ -28,7 +28,10 @@ def go_on_detached(settings: DaemonSettings) -> None:
 
     Raises:
         StoreError: If the log cannot be written.
+        ConfigError: If a service manager passed a socket, which is for the caller's process alone.
     """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        raise ConfigError("--detach cannot keep the socket of a service manager; leave it out of the unit")
     path = endpoint_path(settings.endpoint)
     log, known_nbytes = _open_log(Path(settings.store), node_name(settings.node))
     sys.stdout.flush()

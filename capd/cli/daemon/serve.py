@@ -62,6 +62,13 @@ def serve(
         ),
     ] = None,
     quiet: Annotated[bool, flag("--quiet", "Log warnings and errors only.", "-q")] = False,
+    once: Annotated[
+        bool,
+        flag(
+            "--once",
+            "End when there were ranks and the last one has been gone for idle_seal_s (10 seconds by default).",
+        ),
+    ] = False,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
     detach: Annotated[
         bool, flag("--detach", "Return once the daemon listens; it continues in the background.")
@@ -72,12 +79,15 @@ def serve(
     Ranks find the daemon through CAPD_ENDPOINT. The log gives its value, and the lines with which jobs join. A script
     that does not import capd_client needs CAPD_WATCH=1, too.
 
-    SIGTERM, SIGHUP or Ctrl-C ends the daemon: it drains, seals and exits. During the start it first seals the
-    records that a killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps everything that was
-    acknowledged; a second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
+    SIGTERM, SIGHUP, Ctrl-C or `capd ctl shutdown` ends the daemon: it drains, seals and exits. During the start it
+    first seals the records that a killed daemon left. A second Ctrl-C leaves at once (exit code 130) and keeps
+    everything that was acknowledged; a second SIGTERM changes nothing. `nohup` keeps SIGHUP away.
 
     If records are left unsealed (exit code 8), the last message names the runs. It also says how many of their records
     plain Zarr readers cannot see yet. Nothing is lost: the next `capd serve` on this store seals them.
+
+    A service manager may pass the socket (systemd's socket activation), and hears when ranks can connect. In a job of
+    Slurm or a pod of Kubernetes, the daemon stops within 20 seconds unless shutdown_timeout_s is set.
 
     With --detach the command ends with 0 when the daemon listens, or with the daemon's exit code if it does not
     start: 1 if it was stopped before. The log then goes to .capd-NODE.log in the store.
@@ -87,6 +97,7 @@ def serve(
       capd serve --store captures
       capd serve --store /data/captures --max-disk 500GB --durability durable
       capd serve --detach
+      capd serve --once
 
     \b
     Exit codes:
@@ -119,3 +130,4 @@ def serve(
     from capd.server.daemon import Daemon
 
     raise typer.Exit(Daemon(settings, parent, retention.policy).run())
+    raise typer.Exit(Daemon(settings, parent, once=once).run())

@@ -20,6 +20,7 @@ from capd.errors import ProtocolError
 from capd.server.connections.rank import ConnectionContext, serve_rank
 from capd.server.connections.tool import ToolContext, serve_tool
 from capd.server.net.peer import Peer, PeerGone, Refusal
+from capd.server.net.users import AllowedUsers
 from capd.server.priority import PromptThread, yield_to_training
 from capd_client.protocol.messages import HANDSHAKE_TIMEOUT_S, Reject
 
@@ -40,12 +41,12 @@ class Listener:
         ranks: ConnectionContext,
         tools: ToolContext,
         *,
-        allowed_uids: frozenset[int],
+        allowed: AllowedUsers,
         max_connections: int,
     ) -> None:
         self._sock = sock
         self._ranks, self._tools = ranks, tools
-        self._allowed_uids = allowed_uids
+        self._allowed = allowed
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._open: dict[Peer, threading.Thread] = {}
@@ -54,6 +55,8 @@ class Listener:
         self._late: set[Peer] = set()
         # Peers of which it is not known yet whether they are a tool or an admitted rank.
         self._arriving: set[Peer] = set()
+        # Tools that wait for the end of the daemon. The end does not wait for them.
+        self._awaiting_end: set[Peer] = set()
         self._logged_at: dict[str, float] = {}
         # The number of connections sent away, by code.
         self.refused: dict[str, int] = {}
@@ -83,7 +86,7 @@ class Listener:
         """Wait for all connections to end by themselves. After `timeout_s` the rest are disconnected."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            threads = list(self._open.items())
+            threads = [found for found in self._open.items() if found[0] not in self._awaiting_end]
             for peer in self._greeting:
                 peer.shutdown()
         left = []
@@ -164,7 +167,7 @@ class Listener:
             if fd is None:
                 yield_to_training()
                 self._placed(peer)
-                serve_tool(self._tools, peer, greeted)
+                serve_tool(self._tools, peer, greeted, partial(self._awaits_end, peer))
             else:
                 serve_rank(self._ranks, peer, fd, greeted, partial(self._placed, peer))
         except PeerGone:
@@ -187,14 +190,9 @@ class Listener:
             self._forget(peer)
 
     def _admit(self, peer: Peer) -> None:
-        uid = peer.uid
-        if uid not in self._allowed_uids:
-            allowed = ", ".join(str(allowed) for allowed in sorted(self._allowed_uids))
-            raise Refusal(
-                "peer",
-                f"uid {uid} may not connect to this daemon, which allows uid {allowed}; "
-                f"start it as uid {uid} or with --allow-uid {uid}",
-            )
+        refusal = self._allowed.refusal(peer.uid, peer.pid)
+        if refusal is not None:
+            raise Refusal("peer", refusal)
         if len(self._open) > self._max_connections:
             raise Refusal(
                 "peer", f"{self._max_connections} connections are open, no more are taken", retry=True
@@ -203,6 +201,10 @@ class Listener:
     def _greeted(self, peer: Peer) -> None:
         with self._lock:
             self._greeting.pop(peer, None)
+
+    def _awaits_end(self, peer: Peer) -> None:
+        with self._lock:
+            self._awaiting_end.add(peer)
 
     def _placed(self, peer: Peer) -> None:
         with self._lock:
@@ -229,4 +231,5 @@ class Listener:
             self._greeting.pop(peer, None)
             self._late.discard(peer)
             self._arriving.discard(peer)
+            self._awaiting_end.discard(peer)
         peer.close()

@@ -9,23 +9,38 @@ from capd.errors import ProtocolError
 from capd.metrics import DaemonStats
 from capd.server.net.peer import Peer
 from capd.server.runs.control import Controller
+from capd.server.stopping import Outcome
 from capd_client.protocol.control import Control, Stats, StatsReply
 from capd_client.protocol.messages import MAX_FRAME_NBYTES, ClientMessage, DaemonMessage, Ping, Pong, encode
 
 __all__ = ["ToolContext", "serve_tool"]
 
+# The time between the outcome and the end of the process. The tool hangs up before, if it does not wait for it.
+EXIT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """The objects that all tools' connections share; `closing` becomes readable when the daemon shuts down."""
+    """The objects that all tools' connections share.
+
+    Attributes:
+        closing: A descriptor that becomes readable when the daemon shuts down.
+        outcome: How the daemon ended, for tools that ordered its end.
+    """
 
     stats: Callable[[str | None], DaemonStats]
     controller: Controller
     closing: int
+    outcome: Outcome
 
 
-def serve_tool(context: ToolContext, peer: Peer, greeted: Callable[[], None]) -> None:
-    """Answer a tool until the daemon shuts down. `greeted` is called after each message.
+def serve_tool(
+    context: ToolContext, peer: Peer, greeted: Callable[[], None], awaits_end: Callable[[], None]
+) -> None:
+    """Answer a tool until the daemon shuts down.
+
+    `greeted` is called after each message, `awaits_end` before the daemon stops for this tool, if the tool waits for
+    the outcome.
 
     Raises:
         PeerGone: The tool closed the connection.
@@ -34,7 +49,19 @@ def serve_tool(context: ToolContext, peer: Peer, greeted: Callable[[], None]) ->
     while peer.fileno() in peer.wait(context.closing):
         message = peer.receive()
         greeted()
+        if isinstance(message, Control) and message.verb == "shutdown" and message.wait_s:
+            awaits_end()
+            _shut_down(context, peer, message)
+            return
         peer.send(_answer(context, peer, message))
+
+
+def _shut_down(context: ToolContext, peer: Peer, message: Control) -> None:
+    """Stop the daemon and tell the tool the outcome. Its connection then ends with the process."""
+    with context.outcome.awaited(message.wait_s) as take:
+        context.controller.control(message, lambda _: True)
+        peer.send(take())
+    peer.wait(timeout_s=EXIT_S)
 
 
 def _answer(context: ToolContext, peer: Peer, message: ClientMessage) -> DaemonMessage:

@@ -69,9 +69,11 @@ def _temporary_path() -> Path:
 class BoundSocket:
     """A listening unix socket and its path; `close` removes the path only if it is still this socket's."""
 
-    def __init__(self, sock: socket.socket, path: Path) -> None:
+    def __init__(self, sock: socket.socket, path: Path, *, removed_at_close: bool = True) -> None:
+        """Own a socket that listens on `path`. Without `removed_at_close`, another process made the path."""
         self.socket = sock
         self.path = path
+        self.removed_at_close = removed_at_close
         self._identity = _identity(path)
 
     @property
@@ -80,9 +82,9 @@ class BoundSocket:
         return f"{_SCHEME}{self.path}"
 
     def unlink(self) -> None:
-        """Remove the socket's path, unless another socket now has it."""
+        """Remove the socket's path, unless another process made it or another socket now has it."""
         with contextlib.suppress(OSError):
-            if _identity(self.path) == self._identity:
+            if self.removed_at_close and _identity(self.path) == self._identity:
                 os.unlink(self.path)
 
     def close(self) -> None:

@@ -57,12 +57,16 @@ class AppendThread(threading.Thread):
         self._group_since = 0.0
         # The time at which a run's failure was last logged.
         self._said: dict[str, float] = {}
+        # It grows while the thread lives, at least every _CATALOG_INTERVAL_S if there is no work. Service managers
+        # restart a daemon in which it stands still.
+        self.checkpoints = 0
 
     def run(self) -> None:
         """The thread's loop."""
         next_catalog = time.monotonic() + _CATALOG_INTERVAL_S
         running = True
         while running:
+            self.checkpoints += 1
             items = self._take(max(0.0, next_catalog - time.monotonic()))
             running = None not in items
             self._work(items)
@@ -91,6 +95,7 @@ class AppendThread(threading.Thread):
         room = _TOGETHER_NBYTES
         touched: set[str] = set()
         for item in items:
+            self.checkpoints += 1
             if isinstance(item, Task):
                 touched.add(item.job.run_id)
             if isinstance(item, Task) and item.refusal is None and item.is_small:
@@ -227,6 +232,7 @@ class AppendThread(threading.Thread):
         assert chunks is not None  # noqa: S101 - the dispatch thread gives every task for the pool its queue
         while (entry := chunks.get()) is not None:
             future, nbytes = entry
+            self.checkpoints += 1
             try:
                 yield future.result()
             finally:

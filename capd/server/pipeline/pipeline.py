@@ -79,6 +79,11 @@ class Pipeline:
         for thread in (self._appending, self._dispatching, self._gathering):
             thread.start()
 
+    @property
+    def writer(self) -> AppendThread:
+        """The thread that commits records. Its checkpoints show that the daemon works."""
+        return self._appending
+
     def open_run(self, run_id: str) -> None:
         """Open the run unless it is open. It is created or recovered if necessary. Raises StoreError."""
         with self._open_lock:

@@ -68,6 +68,8 @@ class Registry:
         self._upkeep = Upkeep(pipeline, self._lock, idle_seal_s)
         self._runs: dict[str, Run] = {}
         self._closing = False
+        # Connections of ranks that were admitted.
+        self.admitted = 0
         # The bytes that this daemon added to runs that it forgot. They count against the disk budget.
         self._forgotten_nbytes = 0
         # The same by the path of the run.
@@ -230,6 +232,7 @@ class Registry:
             if reject is not None:
                 raise Refusal(reject.code, reject.message)
             run.ranks[client] = rank
+            self.admitted += 1
             run.finished.pop(client, None)
             # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
             self._pipeline.save_session(run.run_id, rank.row())
@@ -324,6 +327,10 @@ class Registry:
     def is_quiet(self) -> bool:
         """Return whether no rank is here or may come back, and everything is sealed."""
         return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
+
+    def has_ranks(self) -> bool:
+        """Return whether a rank is here, or may come back."""
+        return any(run.arriving or run.alive() for run in self.runs())
 
     def refuse_new(self) -> None:
         """Admit no rank from now on."""

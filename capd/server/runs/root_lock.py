@@ -8,6 +8,7 @@ itself. After a crash, ranks without a run of their own join the running ranks i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -74,7 +75,11 @@ class RootLock:
             return StoreFull(
                 f"cannot use store {root}: {what_is_full(error, root)}, or choose another --store"
             )
-        return StoreError(f"cannot use store {root}: {error.strerror or error}; choose another --store")
+        remedy = "choose another --store"
+        # A service of systemd sees a read-only file system but for its own directories.
+        if error.errno in (errno.EROFS, errno.EACCES) and "INVOCATION_ID" in os.environ:
+            remedy = f"make it for the unit's User= and name it in the unit, as in ReadWritePaths={root}"
+        return StoreError(f"cannot use store {root}: {error.strerror or error}; {remedy}")
 
     def write(self) -> None:
         """Write `note` to the file. A crash in between leaves the note and an unread rest of the old one."""

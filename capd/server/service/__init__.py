@@ -1,0 +1,1 @@
+"""The service manager or scheduler above the daemon: its sockets, its watchdog and its time limits."""

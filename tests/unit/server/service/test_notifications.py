@@ -1,0 +1,129 @@
+"""The notifications to a service manager, against a datagram socket that stands for systemd's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from capd.server.service.notifications import Notifications
+
+
+@dataclass
+class Worker:
+    """A thread with checkpoints, as the append thread has."""
+
+    checkpoints: int = 1
+    native_id: int | None = None
+
+
+class Manager:
+    """The other end of NOTIFY_SOCKET."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+
+    def messages(self) -> list[str]:
+        """The messages that have arrived."""
+        found = []
+        while True:
+            try:
+                found.append(self._socket.recv(4096, socket.MSG_DONTWAIT).decode())
+            except BlockingIOError:
+                return found
+
+    def wait(self) -> str:
+        """The next message."""
+        self._socket.settimeout(30)
+        return self._socket.recv(4096).decode()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    address = str(tmp_path / "notify") if request.param == "path" else f"@capd-test-{os.getpid()}"
+    made = Manager(address)
+    yield made
+    made.close()
+
+
+def notifications(manager: Manager, **variables: str) -> Notifications:
+    return Notifications({"NOTIFY_SOCKET": manager.address, **variables})
+
+
+def test_the_manager_hears_ready_and_the_status(manager: Manager) -> None:
+    with notifications(manager) as sender:
+        sender.ready()
+        sender.tick(Worker(), lambda: "2 runs, 16 ranks, 0 dropped")
+        sender.tick(Worker(), lambda: "at most every few seconds")
+
+    assert manager.messages() == ["READY=1", "STATUS=2 runs, 16 ranks, 0 dropped"]
+
+
+def test_the_watchdog_is_fed_only_while_the_append_thread_passes_checkpoints(manager: Manager) -> None:
+    worker = Worker(native_id=threading.get_native_id())
+    with notifications(manager, WATCHDOG_USEC="1", WATCHDOG_PID=str(os.getpid())) as sender:
+        sender.tick(worker, str)
+        assert "WATCHDOG=1" in manager.messages()
+        for _ in range(3):
+            sender.tick(worker, str)
+        assert manager.messages() == []
+        worker.checkpoints += 1
+        sender.tick(worker, str)
+        assert manager.messages() == ["WATCHDOG=1"]
+
+
+def test_a_thread_that_waits_for_the_disk_is_alive(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(native_id=threading.get_native_id())
+    stat = f"{worker.native_id} (a ) name) D 1 1"
+    monkeypatch.setattr(Path, "read_text", lambda _path: stat)
+    with notifications(manager, WATCHDOG_USEC="1") as sender:
+        sender.tick(worker, str)
+        manager.messages()
+        sender.tick(worker, str)
+        assert manager.messages() == ["WATCHDOG=1"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "soon"}],
+    ids=["no watchdog", "another process's", "no number"],
+)
+def test_a_watchdog_of_nobody_here_is_not_fed(manager: Manager, variables: dict[str, str]) -> None:
+    with notifications(manager, **variables) as sender:
+        sender.tick(Worker(), str)
+
+    assert "WATCHDOG=1" not in manager.messages()
+
+
+def test_a_stop_asks_for_time_while_it_makes_progress(manager: Manager) -> None:
+    worker = Worker()
+    with notifications(manager) as sender:
+        sender.stopping(worker)
+        assert manager.wait() == "STOPPING=1"
+        assert manager.wait() == "EXTEND_TIMEOUT_USEC=15000000\nWATCHDOG=1"
+
+    assert manager.messages() == []
+
+
+@pytest.mark.parametrize("address", ["", "relative", "/nowhere/at/all"])
+def test_without_a_manager_nothing_happens(address: str) -> None:
+    with Notifications({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1"}) as sender:
+        sender.ready()
+        sender.tick(Worker(), str)
+        sender.stopping(Worker())
+
+
+def test_no_child_process_inherits_the_variables() -> None:
+    environ = {"NOTIFY_SOCKET": "", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "HOME": "/"}
+    with Notifications(environ):
+        assert environ == {"HOME": "/"}
