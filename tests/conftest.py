@@ -25,7 +25,7 @@ LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forks
 SEED_VARIABLES = (
     "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVER_ITERATION",
     "CURRENT_SAMPLE_IDX", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST",
 )  # fmt: skip
 
 # Three processes of tests and their jobs share the cores. Threads of OpenMP that wait for each other would burn them.

@@ -321,10 +321,11 @@ class Daemon:
 
     def _status(self) -> str:
         """Return the line that `systemctl status` shows."""
-        runs = [run for run in self._registry.stats(None) if not run.sealed]
-        ranks = sum(session.connected for run in runs for session in run.sessions)
-        dropped = sum(count for run in runs for count in run.dropped.values())
-        return f"{len(runs)} runs, {ranks} ranks, {dropped} dropped"
+        runs = self._registry.stats(None)
+        live = [run for run in runs if not run.sealed or any(one.connected for one in run.sessions)]
+        ranks = sum(one.connected for run in live for one in run.sessions)
+        dropped = sum(count for run in live for count in run.dropped.values())
+        return f"runs: {len(live)}, ranks: {ranks}, dropped: {dropped}"
 
     def _leave_after_the_last(self) -> None:
         idle_s, now = self._settings.idle_seal_s, time.monotonic()

@@ -118,7 +118,8 @@ def check_memory(settings: DaemonSettings) -> Iterator[Diagnosis]:
     arena = load_config().arena_bytes or default_arena_nbytes(local_ranks, available)
     detail = (
         f"{human_nbytes(arena)} for each of {local_ranks} local rank(s), of {human_nbytes(available)} that memory "
-        "and cgroup leave; a memfd, so the size of /dev/shm does not matter"
+        "and cgroup leave; a memfd, so the size of /dev/shm does not matter. It counts for the ranks: add "
+        f"{human_nbytes(arena * local_ranks)} to the memory limit of their container"
     )
     small = arena <= MIN_ARENA_NBYTES
     yield Diagnosis(

@@ -38,8 +38,10 @@ class Worker(Protocol):
 
     checkpoints: int
     """A number that grows while the thread works, and while it waits for work."""
-    native_id: int | None
-    """The kernel's number of the thread."""
+
+    @property
+    def native_id(self) -> int | None:
+        """The kernel's number of the thread."""
 
 
 class Notifications:

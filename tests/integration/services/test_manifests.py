@@ -51,7 +51,11 @@ def test_kubernetes_knows_every_member_of_a_manifest(manifest: Path, tmp_path: P
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
 def test_the_daemon_of_a_pod_ends_within_its_grace_period(manifest: Path) -> None:
     spec = pod(manifest)
-    daemons = [one for one in [*spec.get("initContainers", []), *spec["containers"]] if "serve" in one.get("args", [])]
+    daemons = [
+        one
+        for one in [*spec.get("initContainers", []), *spec["containers"]]
+        if "serve" in one.get("args", [])
+    ]
 
     [daemon] = daemons
     settings = {one["name"]: one.get("value") for one in daemon["env"]}
@@ -82,9 +86,13 @@ def test_the_images_take_files_that_are_there() -> None:
     dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
     recipe = (DEPLOY / "apptainer" / "capd.def").read_text()
     copied = [
-        word for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for word in line.split()[:-1]
+        word
+        for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE)
+        for word in line.split()[:-1]
     ]
-    taken = [line.split()[0] for line in re.findall(r"^%files\n((?: .*\n)+)", recipe, re.MULTILINE)[0].splitlines()]
+    taken = [
+        line.split()[0] for line in re.findall(r"^%files\n((?: .*\n)+)", recipe, re.MULTILINE)[0].splitlines()
+    ]
 
     assert sorted(copied) == sorted(taken)
     assert all((REPOSITORY / name).exists() for name in copied)

@@ -70,7 +70,9 @@ class Slurm:
         lines.append(
             f"NodeName={NODE} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN"
         )
-        lines.append(f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES")
+        lines.append(
+            f"PartitionName=all Nodes={NODE} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES"
+        )
         return "\n".join(lines) + "\n"
 
     def _start_munge(self) -> None:
@@ -78,7 +80,13 @@ class Slurm:
         key = at / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = {
+            "socket": "socket",
+            "key-file": "key",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         options = [f"--{option}={at / name}" for option, name in files.items()]
         self._start("munged", "--foreground", "--force", *options)
         wait_for((at / "socket").is_socket, "munge's socket")
@@ -87,7 +95,9 @@ class Slurm:
         with (self.directory / "logs" / f"{program}.out").open("ab") as log:
             command = [shutil.which(program, path=_PATH) or program, *options]
             self._processes.append(
-                subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+                subprocess.Popen(
+                    command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                )
             )
 
     def run(self, *command: str, check: bool = True, **environment: str) -> str:

@@ -147,6 +147,22 @@ def test_sizes_and_attempt_come_from_the_launcher() -> None:
     assert (info.world_size, info.local_rank, info.local_world_size, info.attempt) == (8, 1, 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "attempt"),
+    [
+        ({"SLURM_RESTART_COUNT": "0"}, 0),
+        ({"SLURM_RESTART_COUNT": "2"}, 2000),
+        ({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "3"}, 2003),
+        ({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "3", "CAPD_ATTEMPT": "1"}, 4),
+        ({"SLURM_RESTART_COUNT": "9" * 30}, 0),
+    ],
+)
+def test_a_requeued_job_never_reuses_the_number_of_an_earlier_attempt(
+    environ: dict[str, str], attempt: int
+) -> None:
+    assert find_rank(environ).attempt == attempt
+
+
 def test_the_rank_follows_torch_distributed_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from capd.errors import ProtocolError
 from capd.server.connections.listener import Listener
 from capd.server.net.peer import Peer, PeerGone, framed
+from capd.server.net.users import AllowedUsers
 from capd_client.protocol.messages import Bye, ClientMessage, Flush, Ping
 
 Ends = tuple[socket.socket, Peer]
@@ -64,7 +66,7 @@ def test_a_peer_whose_hello_nobody_had_time_to_read_is_not_late() -> None:
         cast("Any", None),
         cast("Any", None),
         cast("Any", SimpleNamespace(closing=0)),
-        allowed_uids=frozenset(),
+        allowed=AllowedUsers(os.getuid(), ()),
         max_connections=8,
     )
     silent, spoken = socket.socketpair(), socket.socketpair()

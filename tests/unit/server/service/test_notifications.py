@@ -42,7 +42,10 @@ class Manager:
     def wait(self) -> str:
         """The next message."""
         self._socket.settimeout(30)
-        return self._socket.recv(4096).decode()
+        try:
+            return self._socket.recv(4096).decode()
+        finally:
+            self._socket.settimeout(None)
 
     def close(self) -> None:
         self._socket.close()
@@ -84,9 +87,8 @@ def test_the_watchdog_is_fed_only_while_the_append_thread_passes_checkpoints(man
 
 def test_a_thread_that_waits_for_the_disk_is_alive(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(native_id=threading.get_native_id())
-    stat = f"{worker.native_id} (a ) name) D 1 1"
-    monkeypatch.setattr(Path, "read_text", lambda _path: stat)
-    with notifications(manager, WATCHDOG_USEC="1") as sender:
+    with monkeypatch.context() as kernel, notifications(manager, WATCHDOG_USEC="1") as sender:
+        kernel.setattr(Path, "read_text", lambda _path: f"{worker.native_id} (a ) name) D 1 1")
         sender.tick(worker, str)
         manager.messages()
         sender.tick(worker, str)

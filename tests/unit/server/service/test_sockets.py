@@ -98,7 +98,7 @@ def test_a_socket_that_no_rank_can_find_is_refused(runtime_dir: Path) -> None:
     path = runtime_dir / "r"
     with listening(path) as passed:
         path.unlink()
-        with pytest.raises(EndpointError, match="systemctl restart capd.socket"):
+        with pytest.raises(EndpointError, match=r"systemctl restart capd\.socket"):
             ranks_socket(passed, None)
 
 
