@@ -4,8 +4,9 @@ The protocol is one datagram for each message, to the socket that NOTIFY_SOCKET 
 does nothing.
 
 The watchdog is fed by the progress of the append thread, and not by a timer: a daemon that no longer commits records
-is restarted. A slow disk is no reason for a restart, because the next daemon would wait for the same disk. The thread
-therefore also counts as alive while the kernel has it wait for the disk.
+is restarted. A seal of thousands of shards or a slow disk is no reason for a restart, because the next daemon would
+have the same work before it. Between two checkpoints, the thread therefore also counts as alive while it computes, or
+while the kernel has it wait for the disk.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _STATUS_S = 5.0
 _SEND_TIMEOUT_S = 1.0
 # While the daemon stops: the time between two looks at its progress, and the time that a look with progress gains.
 _STOP_LOOK_S = 1.0
+# In /proc/…/stat: a state, and the places of two fields, counted from it.
+_UNINTERRUPTIBLE = "D"
+_USER_TICKS, _SYSTEM_TICKS = 11, 12
 _STOP_GAIN_S = 15
 
 
@@ -59,7 +63,9 @@ class Notifications:
             self._socket.settimeout(_SEND_TIMEOUT_S)
         mine = watchdog_pid in ("", str(os.getpid()))
         self._watchdog_s = int(watchdog_us) / 1e6 if mine and _is_number(watchdog_us) else 0.0
-        self._fed_at, self._seen, self._status_at = 0.0, -1, 0.0
+        self._fed_at, self._status_at = 0.0, 0.0
+        # The checkpoints and the CPU time of the worker at the last look.
+        self._seen = (-1, 0)
         self._stopped = threading.Event()
         self._stopping: threading.Thread | None = None
 
@@ -114,9 +120,10 @@ class Notifications:
                 return
 
     def _progressed(self, worker: Worker) -> bool:
-        """Return whether the worker passed a checkpoint since the last answer, or waits for the disk."""
-        seen, self._seen = self._seen, worker.checkpoints
-        return seen != self._seen or _waits_for_disk(worker.native_id)
+        """Return whether the worker passed a checkpoint or computed since the last answer, or waits for the disk."""
+        state, cpu_ticks = _thread_state(worker.native_id)
+        seen, self._seen = self._seen, (worker.checkpoints, cpu_ticks)
+        return seen != self._seen or state == _UNINTERRUPTIBLE
 
     def _send(self, message: str) -> None:
         if self._socket is None:
@@ -131,10 +138,11 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
-def _waits_for_disk(thread: int | None) -> bool:
-    """Return whether the kernel has a thread of this process in an uninterruptible wait."""
+def _thread_state(thread: int | None) -> tuple[str, int]:
+    """Return the state of a thread of this process as proc(5) names it, and its CPU time; "" and 0 if it has ended."""
     try:
         stat = Path(f"/proc/self/task/{thread}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "D"
+        return "", 0
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ def test_the_manager_hears_ready_and_the_status(manager: Manager) -> None:
 
 
 def test_the_watchdog_is_fed_only_while_the_append_thread_passes_checkpoints(manager: Manager) -> None:
-    worker = Worker(native_id=threading.get_native_id())
+    worker = Worker()
     with notifications(manager, WATCHDOG_USEC="1", WATCHDOG_PID=str(os.getpid())) as sender:
         sender.tick(worker, str)
         assert "WATCHDOG=1" in manager.messages()
@@ -85,14 +84,24 @@ def test_the_watchdog_is_fed_only_while_the_append_thread_passes_checkpoints(man
         assert manager.messages() == ["WATCHDOG=1"]
 
 
-def test_a_thread_that_waits_for_the_disk_is_alive(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(native_id=threading.get_native_id())
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [(["D 5", "D 5"], ["WATCHDOG=1"]), (["S 5", "R 6"], ["WATCHDOG=1"]), (["S 5", "S 5"], [])],
+    ids=["waits for the disk", "computes", "stands still"],
+)
+def test_between_checkpoints_a_thread_that_works_or_waits_for_the_disk_is_alive(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, stats: list[str], expected: list[str]
+) -> None:
+    """The lines are those of proc(5): state, 10 fields, user and system time."""
+    worker = Worker(native_id=7)
     with monkeypatch.context() as kernel, notifications(manager, WATCHDOG_USEC="1") as sender:
-        kernel.setattr(Path, "read_text", lambda _path: f"{worker.native_id} (a ) name) D 1 1")
-        sender.tick(worker, str)
-        manager.messages()
-        sender.tick(worker, str)
-        assert manager.messages() == ["WATCHDOG=1"]
+        for stat in stats:
+            state, ticks = stat.split()
+            line = f"7 (a ) name) {state} {'0 ' * 10} {ticks} 1 0"
+            kernel.setattr(Path, "read_text", lambda _path, line=line: line)
+            manager.messages()
+            sender.tick(worker, str)
+        assert manager.messages() == expected
 
 
 @pytest.mark.parametrize(
