@@ -48,6 +48,20 @@ def test_kubernetes_knows_every_member_of_a_manifest(manifest: Path, tmp_path: P
     assert run(*validate, str(wrong)).returncode != 0
 
 
+@pytest.mark.slow
+def test_kubernetes_knows_every_member_of_the_pod_on_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes_validate")
+    text = (REPOSITORY / "docs" / "cluster.md").read_text()
+    [block] = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) <= 15
+    shown = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"}, **yaml.safe_load(block)}
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(yaml.safe_dump(shown))
+
+    done = run(sys.executable, "-m", "kubernetes_validate", "-k", KUBERNETES, "--strict", str(manifest))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
 def test_the_daemon_of_a_pod_ends_within_its_grace_period(manifest: Path) -> None:
     spec = pod(manifest)

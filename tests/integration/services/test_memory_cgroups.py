@@ -88,6 +88,7 @@ def test_the_rank_pays_for_its_arena_until_the_daemon_lets_a_dead_ranks_go(
         daemon.stop()
 
 
+@pytest.mark.slow
 def test_a_hole_in_an_arena_costs_the_daemons_group_nothing(
     groups: tuple[Group, Group], tmp_path: Path, runtime_dir: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -71,13 +72,27 @@ def values(run: Path) -> dict[int, list[int]]:
     return found
 
 
+def script_of_the_page(store: Path, directory: Path) -> Path:
+    """The script of docs/cluster.md, with this test's store and job."""
+    section = (REPOSITORY / "docs" / "cluster.md").read_text().partition("\n## Slurm\n")[2]
+    [text, *_] = re.findall(r"^```bash\n(#!.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    text, changed = re.subn(r"torchrun .*?train\.py", f"{sys.executable} {JOB} 20", text, flags=re.DOTALL)
+    assert changed == 1
+    assert len(text.splitlines()) <= 15
+    path = directory / "page.sh"
+    path.write_text(text.replace("/shared/captures", str(store)))
+    return path
+
+
+@pytest.mark.parametrize("script", ["capd.sbatch", "docs/cluster.md"])
 def test_two_steps_share_a_daemon_that_the_script_ends(
-    cluster: Slurm, tmp_path: Path, environment: dict[str, str]
+    script: str, cluster: Slurm, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """The shipped script: it would hang until the time limit if nothing ended the daemon."""
+    """The shipped script, and the one to copy: they would hang until the time limit if nothing ended the daemon."""
     store = Path(environment["CAPD_STORE"])
+    shipped = f"{DEPLOY / 'capd.sbatch'} {sys.executable} {JOB} 20"
     job = cluster.submit(
-        f"{DEPLOY / 'capd.sbatch'} {sys.executable} {JOB} 20",
+        shipped if script == "capd.sbatch" else script_of_the_page(store, tmp_path),
         "--nodes=1", "--gpus-per-node=0", "--ntasks-per-node=1", "--time=5", **environment,
     )  # fmt: skip
 

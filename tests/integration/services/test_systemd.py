@@ -47,6 +47,7 @@ def heard(manager: socket.socket, last: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # the status comes every 5 s
 def test_the_manager_hears_of_the_whole_life_and_the_watchdog_of_the_append_threads_hang(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def as_user(uid: int, path: Path, uid_map: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_user_namespace_hears_of_its_mapping(tmp_path: Path, runtime_dir: Path) -> None:
     path = runtime_dir / "s.sock"
     with daemons() as made:
@@ -102,6 +103,7 @@ def test_a_rank_in_a_user_namespace_hears_of_its_mapping(tmp_path: Path, runtime
         assert made[0].stop() == 0
 
 
+@pytest.mark.slow
 def test_the_uid_of_everybody_is_not_put_on_the_list(tmp_path: Path, runtime_dir: Path) -> None:
     serve = [
         sys.executable,
