@@ -179,6 +179,7 @@ class Rank(Told):
         run_id: str = "run",
         command: tuple[str, ...] = (sys.executable, str(RANK_JOB)),
         imports: str = "",
+        stderr: Any = None,
         **environment: str,
     ) -> None:
         env = {
@@ -195,7 +196,13 @@ class Rank(Told):
         }
         self.rank = rank
         self.process = forking.popen(
-            command, imports=imports, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+            command,
+            imports=imports,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=env,
+            text=True,
         )
 
     def leave(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from capd_client.protocol.key import Moment
 from capd_client.protocol.messages import Descriptor, Put
 from tests.kit.daemon import Rank as PlainRank
 from tests.kit.daemon import wait_for
-from tests.kit.processes import RANK_JOB, Daemon, Rank
+from tests.kit.processes import Daemon, Rank
 
 MIB = 1 << 20
 
@@ -30,6 +29,10 @@ class Group:
     def prefix(self) -> tuple[str, ...]:
         """The beginning of a command that runs in the group."""
         return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh")
+
+    def take(self, pid: int) -> None:
+        """Move a process into the group. What it has touched before stays where it is."""
+        (self.path / "cgroup.procs").write_text(str(pid))
 
     def shared_nbytes(self) -> int:
         """The bytes of shared memory that the group pays for."""
@@ -72,8 +75,10 @@ def test_the_rank_pays_for_its_arena_until_the_daemon_lets_a_dead_ranks_go(
 ) -> None:
     of_rank, of_daemon = groups
     daemon = Daemon(tmp_path / "store", runtime_dir, prefix=of_daemon.prefix()).start()
-    rank = Rank(daemon.endpoint, command=(*of_rank.prefix(), sys.executable, str(RANK_JOB)))
+    rank = Rank(daemon.endpoint)
     try:
+        # It has no arena before its first capture.
+        of_rank.take(rank.process.pid)
         rank.ask("capture 0 200")
         assert rank.ask("flush 60")
         assert of_rank.shared_nbytes() > MIB

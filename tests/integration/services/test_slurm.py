@@ -151,9 +151,15 @@ def test_a_requeued_job_goes_on_in_its_run_with_the_next_attempts(
     job = cluster.submit(script, "--time=5", "--requeue", **environment)
     wait_for(told.exists, f"captures: {cluster.output(job)}", 60)
     cluster.run("scontrol", "requeue", job)
-    wait_for(lambda: cluster.field(job, "Restarts") == "1", "the restart", 60)
-    # Slurm lets a requeued job wait for two minutes.
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+
+    def restarted() -> bool:
+        if cluster.field(job, "Restarts") == "1" and cluster.field(job, "JobState") != "PENDING":
+            return True
+        # Slurm lets a requeued job wait for two minutes, counted from the end of its processes.
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+        return False
+
+    wait_for(restarted, "the restart", 90)
 
     assert cluster.wait_end(job, 150) == "COMPLETED", cluster.output(job)
     attempts = values(store / f"slurm-{job}.zarr")

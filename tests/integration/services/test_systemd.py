@@ -18,7 +18,7 @@ import pytest
 from tests.kit.daemon import DaemonProcess, daemons, wait_for
 from tests.kit.daemon import Rank as PlainRank
 from tests.kit.paths import REPOSITORY
-from tests.kit.processes import RANK_JOB, Rank, capd
+from tests.kit.processes import Rank, capd
 
 UNITS = REPOSITORY / "deploy" / "systemd"
 # Until the file is there, the socket has no daemon. Then there is one, until it is asked to stop; then the next.
@@ -151,8 +151,8 @@ def test_ranks_that_connect_during_a_restart_wait_and_lose_nothing(
     ranks: list[Rank] = []
 
     def start(number: int) -> None:
-        shell = f"exec {sys.executable} {RANK_JOB} 2> {words[number]}"
-        ranks.append(Rank(f"unix:{activated.path}", number, command=("sh", "-c", shell)))
+        with words[number].open("wb") as stderr:
+            ranks.append(Rank(f"unix:{activated.path}", number, stderr=stderr))
 
     try:
         start(0)
