@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 5.0
 _EXPIRY_CHECK_S = 0.25
+_JOIN_S = 0.1
 
 
 class Listener:
@@ -86,13 +87,15 @@ class Listener:
         """Wait for all connections to end by themselves. After `timeout_s` the rest are disconnected."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            threads = [found for found in self._open.items() if found[0] not in self._awaiting_end]
+            threads = list(self._open.items())
             for peer in self._greeting:
                 peer.shutdown()
         left = []
         for peer, thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-            if thread.is_alive():
+            while thread.is_alive() and peer not in self._awaiting_end and time.monotonic() < until:
+                # A tool may begin to wait for the end in the meantime.
+                thread.join(min(_JOIN_S, max(0.0, until - time.monotonic())))
+            if thread.is_alive() and peer not in self._awaiting_end:
                 left.append((peer, thread))
                 peer.shutdown()
         for _, thread in left:
