@@ -52,7 +52,7 @@ from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_uns
 from capd.server.service.kill_time import shutdown_time
 from capd.server.service.notifications import Notifications
 from capd.server.service.sockets import RANKS, inherited_sockets, ranks_socket
-from capd.server.stopping import Ending, StopRequests
+from capd.server.stopping import StopReport, StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
 from capd_client.config.sizes import amount_nbytes, default_max_disk
@@ -115,7 +115,7 @@ class Daemon:
         self._staging_nbytes = staging_within(settings.staging_bytes)
         self._bound: endpoint.BoundSocket | None = None
         self._stop = StopRequests(self._leave_at_once)
-        self._ending = Ending()
+        self._report = StopReport()
         self._drained_by = 0.0
 
     def run(self) -> int:
@@ -142,7 +142,7 @@ class Daemon:
                 manager.stopping(self._pipeline.writer)
                 code = self._shut_down()
             # The tools hear it when the store is free for the next daemon.
-            self._ending.tell(ok=code == 0, text=self._ended)
+            self._report.tell(ok=code == 0, text=self._ended)
             return code
 
     def stats(self, run_id: str | None = None) -> DaemonStats:
@@ -268,7 +268,7 @@ class Daemon:
             sending=sending,
         )
         controller = Controller(self._registry, lambda: self._stop.request("a tool"))
-        tools = ToolContext(self.stats, controller, self._closing, self._ending)
+        tools = ToolContext(self.stats, controller, self._closing, self._report)
         room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
             bound.socket,

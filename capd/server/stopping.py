@@ -18,7 +18,7 @@ from typing import Any
 from capd_client.protocol.bounds import MAX_TEXT_CHARS
 from capd_client.protocol.control import ControlReply
 
-__all__ = ["Ending", "StopRequests"]
+__all__ = ["StopReport", "StopRequests"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # A second Ctrl-C within this time is the first one, delivered twice.
@@ -75,7 +75,7 @@ class StopRequests:
         self.request(signal.Signals(number).name)
 
 
-class Ending:
+class StopReport:
     """How the daemon ended: told once, after everything is sealed, to the tools that wait for it."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from capd.errors import ProtocolError
 from capd.metrics import DaemonStats
 from capd.server.net.peer import Peer
 from capd.server.runs.control import Controller
-from capd.server.stopping import Ending
+from capd.server.stopping import StopReport
 from capd_client.protocol.control import Control, Stats, StatsReply
 from capd_client.protocol.messages import MAX_FRAME_NBYTES, ClientMessage, DaemonMessage, Ping, Pong, encode
 
@@ -25,13 +25,13 @@ class ToolContext:
 
     Attributes:
         closing: A descriptor that becomes readable when the daemon shuts down.
-        ending: How the daemon ended, for tools that ordered its end.
+        report: How the daemon ended, for tools that ordered its end.
     """
 
     stats: Callable[[str | None], DaemonStats]
     controller: Controller
     closing: int
-    ending: Ending
+    report: StopReport
 
 
 def serve_tool(
@@ -58,7 +58,7 @@ def serve_tool(
 
 def _shut_down(context: ToolContext, peer: Peer, message: Control) -> None:
     """Stop the daemon and tell the tool the outcome. Its connection then ends with the process."""
-    with context.ending.awaited(message.wait_s) as take:
+    with context.report.awaited(message.wait_s) as take:
         context.controller.control(message, lambda _: True)
         peer.send(take())
     peer.wait(timeout_s=EXIT_S)
