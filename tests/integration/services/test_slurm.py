@@ -153,7 +153,11 @@ def test_a_requeued_job_goes_on_in_its_run_with_the_next_attempts(
     cluster.run("scontrol", "requeue", job)
 
     def restarted() -> bool:
-        if cluster.field(job, "Restarts") == "1" and cluster.field(job, "JobState") != "PENDING":
+        # Before it waits, the first life ends.
+        if cluster.field(job, "Restarts") == "1" and cluster.field(job, "JobState") in (
+            "RUNNING",
+            "COMPLETED",
+        ):
             return True
         # Slurm lets a requeued job wait for two minutes, counted from the end of its processes.
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
