@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -39,6 +40,9 @@ def cluster() -> Iterator[Slurm]:
             yield made
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        # The prolog made it. A daemon of the machine may use it.
+        with contextlib.suppress(OSError):
+            Path("/run/capd").rmdir()
 
 
 @pytest.fixture
