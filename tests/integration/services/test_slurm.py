@@ -22,7 +22,7 @@ from tests.kit.services.slurm import KILL_WAIT_S, Slurm, slurm, why_not
 
 DEPLOY = REPOSITORY / "deploy" / "slurm"
 JOB = Path(__file__).with_name("slurm_job.py")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def script_of_the_page(store: Path, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("script", ["capd.sbatch", "docs/cluster.md"])
+@pytest.mark.parametrize("script", ["capd.sbatch", pytest.param("docs/cluster.md", marks=pytest.mark.slow)])
 def test_two_steps_share_a_daemon_that_the_script_ends(
     script: str, cluster: Slurm, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -109,6 +109,7 @@ def test_two_steps_share_a_daemon_that_the_script_ends(
     assert daemons_on(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["scancel", "time limit"])
 def test_a_job_that_is_ended_loses_nothing_acknowledged(
     end: str, cluster: Slurm, tmp_path: Path, environment: dict[str, str]
@@ -138,6 +139,7 @@ def test_a_job_that_is_ended_loses_nothing_acknowledged(
         assert "all captures are committed" in cluster.output(job)
 
 
+@pytest.mark.slow
 def test_a_requeued_job_goes_on_in_its_run_with_the_next_attempts(
     cluster: Slurm, tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_requeued_job_goes_on_in_its_run_with_the_next_attempts(
     assert attempts[0][:5] == list(range(5))
 
 
+@pytest.mark.slow
 def test_the_task_prolog_names_the_daemon_of_the_job_or_says_that_there_is_none(
     cluster: Slurm, tmp_path: Path, environment: dict[str, str]
 ) -> None:
