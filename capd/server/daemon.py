@@ -84,9 +84,13 @@ class Daemon:
     """One `capd serve`; `run` blocks until a stop is requested."""
 
     def __init__(
-        self, settings: DaemonSettings, parent: int | None = None, retention: Policy | None = None
+        self,
+        settings: DaemonSettings,
+        parent: int | None = None,
+        retention: Policy | None = None,
+        *,
+        once: bool = False,
     ) -> None:
-    def __init__(self, settings: DaemonSettings, parent: int | None = None, *, once: bool = False) -> None:
         """Remember the settings. Nothing is touched before `run`.
 
         Args:
@@ -94,13 +98,11 @@ class Daemon:
             parent: The pid of a process that started this daemon for itself. The daemon stops when that process is
                 gone and no rank has been here for _LINGER_S. It then removes the directory of its socket.
             retention: The runs that stay. None or empty: no run is ever removed.
+            once: The daemon also stops when there were ranks and the last one has been gone for `idle_seal_s`.
         """
         self._settings = settings
         self._policy = retention or Policy()
         self._retention: Retention | None = None
-            once: The daemon also stops when there were ranks and the last one has been gone for `idle_seal_s`.
-        """
-        self._settings = settings
         self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.

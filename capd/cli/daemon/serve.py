@@ -129,5 +129,4 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
-    raise typer.Exit(Daemon(settings, parent, retention.policy).run())
-    raise typer.Exit(Daemon(settings, parent, once=once).run())
+    raise typer.Exit(Daemon(settings, parent, retention.policy, once=once).run())
