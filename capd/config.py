@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ __all__ = [
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
+# HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+_METRICS = re.compile(
+    r"off|unix:[^\0]+"
+    r"|(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):(\d{1,4}|[1-5]\d{4}|6([0-4]\d{3}|5([0-4]\d\d|5([0-2]\d|3[0-5]))))"
+)
 
 
 def _parse_endpoint(value: object) -> object:
@@ -42,6 +48,14 @@ def _parse_endpoint(value: object) -> object:
 
 def _parse_uids(value: object) -> object:
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_metrics(value: object) -> object:
+    if isinstance(value, str) and not _METRICS.fullmatch(value):
+        raise ValueError(
+            f"{value!r} is no address for metrics; write unix:/path/to/metrics.sock, 127.0.0.1:9464 or off"
+        )
+    return value
 
 
 def _checked_codec(value: str) -> str:
@@ -105,6 +119,16 @@ class DaemonSettings(BaseModel):
     """Seconds after the end of the last session at which a run is sealed."""
     shutdown_timeout_s: Seconds = 30.0
     """Time to drain and seal at shutdown; unsealed records stay recoverable."""
+    metrics: Annotated[str, BeforeValidator(_parse_metrics)] = "off"
+    """unix:PATH or HOST:PORT that serves /metrics and /healthz, or off."""
+    metrics_token_file: Annotated[Path, Field(strict=False)] | None = None
+    """File with the token that /metrics demands; a HOST that is not loopback needs one."""
+    metrics_file: Annotated[Path, Field(strict=False)] | None = None
+    """File in .prom for the textfile collector of node_exporter, replaced every 15 s."""
+    metrics_ranks: bool = False
+    """Metrics of each rank, too: as many series more as there are ranks."""
+    log_format: Literal["text", "json"] = "text"
+    """text: lines for people. json: one JSON object a line."""
 
 
 class RetentionSettings(BaseModel):

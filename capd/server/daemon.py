@@ -35,6 +35,8 @@ from capd.server.limits import (
     raise_open_files,
     staging_within,
 )
+from capd.server.metrics.service import Metrics
+from capd.server.metrics.snapshot import Collector
 from capd.server.net import endpoint
 from capd.server.net.sender import SendLoop
 from capd.server.net.users import AllowedUsers
@@ -188,6 +190,13 @@ class Daemon:
         names = RunNames(self._root, settings.run_id, lock.previous)
         self._budget = self._disk_budget()
         self._bound = self._bind(passed)
+        self._metrics = Metrics(settings)
+        stack.callback(self._metrics.close)
+        self._bound = endpoint.bind(
+            endpoint.endpoint_path(settings.endpoint),
+            private=settings.endpoint is None,
+            others_allowed=bool(settings.allow_uid),
+        )
         stack.callback(self._close_socket)
         self._endpoint = lock.note.endpoint = self._bound.endpoint
         lock.write()
@@ -206,6 +215,11 @@ class Daemon:
         sending = SendLoop()
         stack.callback(sending.stop)
         self._listen(self._bound, allowed, open_files - options.open_files, accepting, sending)
+        self._listen(self._bound, open_files - options.open_files, accepting, sending)
+        collector = Collector(
+            self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks
+        )
+        self._metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery = RunRecovery(self._root, self._node, self._registry)
         self._recovery.start()
         if self._policy:
@@ -303,6 +317,7 @@ class Daemon:
     def _tick(self) -> None:
         try:
             self._registry.tick()
+            self._metrics.tick()
         except Exception:
             # This is the outermost loop: ranks must not suffer from one failed tick.
             logger.exception("the daemon's clock failed once")
@@ -359,10 +374,12 @@ class Daemon:
         except TimeoutError:
             logger.warning("%.0f s were not enough to write everything that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
+        self._metrics.stop_clock()
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)
         self._recovery.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
+        self._metrics.stop_clock()
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
         self._ended = "the daemon stopped, everything is sealed"
         if left:

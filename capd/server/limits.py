@@ -21,6 +21,7 @@ from capd_client.process.memory import available_nbytes
 __all__ = ["DiskBudget", "encode_threads", "raise_open_files", "staging_within", "usable_cpus"]
 
 _REFRESH_S = 1.0
+_REFUSED_S = 60.0
 # The divisor of the available memory; other processes need some of it, too.
 _STAGING_SHARE = 4
 # For groups, array, metadata, the `.partial` file, and sealing.
@@ -76,6 +77,8 @@ class DiskBudget:
         # `_pending` counts bytes that were being written at the last look or were admitted since.
         self._room, self._pending = 0, 0
         self._seen = _Seen()
+        # The time of the newest refusal; None if a record was admitted since.
+        self._refused_at: float | None = None
         # The reason why the store takes nothing, however much space is free.
         self._broken = ""
         # None if the file system has no inodes to count.
@@ -92,14 +95,23 @@ class DiskBudget:
             if time.monotonic() >= self._until:
                 self._look()
             if nbytes > self._room:
+                self._refused_at = time.monotonic()
                 return self._byte_refusal(nbytes)
             if self._inode_room is not None:
                 if inodes > self._inode_room:
+                    self._refused_at = time.monotonic()
                     return self._inode_why
                 self._inode_room -= inodes
             self._room -= nbytes
             self._pending += nbytes
+            self._refused_at = None
             return None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the newest record was refused, in the last minute. Takes no lock."""
+        refused_at = self._refused_at
+        return refused_at is not None and time.monotonic() - refused_at < _REFUSED_S
 
     def _byte_refusal(self, nbytes: int) -> str:
         if self._broken:

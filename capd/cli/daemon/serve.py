@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,6 +61,35 @@ def serve(
             "zstd:3 [default: auto].",
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        option(
+            "--metrics",
+            "ADDRESS",
+            "unix:PATH or HOST:PORT that serves /metrics for Prometheus and /healthz [default: off].",
+        ),
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None,
+        option(
+            "--metrics-token-file",
+            "FILE",
+            "Token that /metrics demands. A HOST that is not loopback needs it.",
+        ),
+    ] = None,
+    metrics_file: Annotated[
+        Path | None,
+        option(
+            "--metrics-file", "FILE", "Metrics for the textfile collector of node_exporter, in FILE.prom."
+        ),
+    ] = None,
+    metrics_ranks: Annotated[
+        bool | None, flag("--metrics-ranks", "Metrics of each rank, too: more series.", show_default=False)
+    ] = None,
+    log_format: Annotated[
+        str | None,
+        option("--log-format", "WORD", "text, or json for one JSON object a line [default: text]."),
+    ] = None,
     quiet: Annotated[bool, flag("--quiet", "Log warnings and errors only.", "-q")] = False,
     once: Annotated[
         bool,
@@ -98,31 +127,35 @@ def serve(
       capd serve --store /data/captures --max-disk 500GB --durability durable
       capd serve --detach
       capd serve --once
+      capd serve --metrics 127.0.0.1:9464
 
     \b
     Exit codes:
       0  stopped, everything is sealed
       1  failed to start, or captures were left that were never acknowledged
+      2  a setting cannot be used
+      3  a socket cannot be used, for example because its port is taken
       7  another daemon owns the store
       8  stopped, and records are left unsealed
     """
+    from capd.cli.daemon.log import start_log
     from capd.cli.output import note
     from capd.config import load_daemon_settings, load_retention, misspelt_variables
+    from capd.config import load_daemon_settings, misspelt_variables
+    from capd.errors import CapdError, exit_code_of
 
     flags = {
         "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
         "max_disk": max_disk, "keep_free": keep_free, "allow_uid": allow_uid, "durability": durability,
-        "codec": codec,
+        "codec": codec, "metrics": metrics, "metrics_token_file": metrics_token_file, "metrics_file": metrics_file,
+        "metrics_ranks": metrics_ranks, "log_format": log_format,
     }  # fmt: skip
     settings, retention = load_daemon_settings(flags, path=config), load_retention(path=config)
+    settings = load_daemon_settings(flags, path=config)
+    start_log(logging.WARNING if quiet else logging.INFO, settings.log_format)
     # `capd run` has printed these lines already.
     for line in misspelt_variables() if parent is None else ():
-        note(line)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING if quiet else logging.INFO,
-        format="%(asctime)s capd %(levelname)s %(message)s",
-    )
+        logging.getLogger(__name__).warning(line) if settings.log_format == "json" else note(line)
     if detach:
         from capd.cli.daemon.detached import go_on_detached
 
@@ -130,3 +163,11 @@ def serve(
     from capd.server.daemon import Daemon
 
     raise typer.Exit(Daemon(settings, parent, retention.policy, once=once).run())
+    try:
+        code = Daemon(settings, parent).run()
+    except CapdError as error:
+        if settings.log_format == "text":
+            raise
+        logging.getLogger(__name__).error("%s", error)
+        code = exit_code_of(error)
+    raise typer.Exit(code)

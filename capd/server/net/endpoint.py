@@ -30,8 +30,8 @@ _BACKLOG = 128
 _BIND_WAIT_S = 5.0
 
 
-def parse(endpoint: str) -> Path:
-    """Return the absolute socket path that `unix:PATH` names.
+def parse(endpoint: str, option: str = "--endpoint") -> Path:
+    """Return the absolute socket path that `unix:PATH` names. Messages name `option` as the remedy.
 
     Raises:
         ConfigError: the scheme is another one, or the path is empty.
@@ -44,7 +44,7 @@ def parse(endpoint: str) -> Path:
     if length > MAX_PATH_NBYTES:
         raise EndpointError(
             f"socket path {path} has {length} bytes, unix sockets allow {MAX_PATH_NBYTES}; "
-            f"use a shorter one, such as --endpoint {_SCHEME}{_temporary_path()}"
+            f"use a shorter one, such as {option} {_SCHEME}{_temporary_path()}"
         )
     return path
 
@@ -99,7 +99,9 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-def bind(path: Path, *, private: bool, others_allowed: bool = False) -> BoundSocket:
+def bind(
+    path: Path, *, private: bool, others_allowed: bool = False, option: str = "--endpoint"
+) -> BoundSocket:
     """Listen on `path`. A socket that a dead daemon left there is replaced.
 
     Args:
@@ -107,6 +109,7 @@ def bind(path: Path, *, private: bool, others_allowed: bool = False) -> BoundSoc
         private: The directory is a default one. It must be the user's own and closed to everybody else.
         others_allowed: Users named by --allow-uid can reach the socket. Its mode is 0666, and a directory created here
             has mode 0711. The uid of each peer is still checked.
+        option: The option that messages name as the remedy.
 
     Returns:
         The socket, already listening.
@@ -120,11 +123,11 @@ def bind(path: Path, *, private: bool, others_allowed: bool = False) -> BoundSoc
         if private:
             _check_private(path.parent, 0o022 if others_allowed else 0o077)
         with _directory_lock(path.parent):
-            _remove_stale(path)
+            _remove_stale(path, option)
             return _listen(path, 0o666 if others_allowed else 0o600)
     except OSError as error:
         raise EndpointError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --endpoint"
+            f"cannot listen on {path}: {error.strerror or error}; choose another {option}"
         ) from error
 
 
@@ -169,13 +172,13 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale(path: Path, option: str) -> None:
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise EndpointError(f"{path} exists and is not a socket; remove it or choose another --endpoint")
+        raise EndpointError(f"{path} exists and is not a socket; remove it or choose another {option}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_BIND_WAIT_S)
         try:
@@ -190,7 +193,7 @@ def _remove_stale(path: Path) -> None:
             if error.errno != errno.ENOENT:
                 raise
             return
-    raise StoreBusy(f"another daemon listens on {path}; stop it or choose another --endpoint")
+    raise StoreBusy(f"another daemon listens on {path}; stop it or choose another {option}")
 
 
 def _listen(path: Path, mode: int) -> BoundSocket:

@@ -15,6 +15,7 @@ from functools import reduce
 from typing import Any
 
 from capd.errors import StoreError
+from capd.histogram import Histogram
 from capd.server.pipeline.jobs import Booked, Chunks, Refusal, Sink, Task, Tickets
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
@@ -60,6 +61,10 @@ class AppendThread(threading.Thread):
         # It grows while the thread lives, at least every _CATALOG_INTERVAL_S if there is no work. Service managers
         # restart a daemon in which it stands still.
         self.checkpoints = 0
+        # From the arrival of a descriptor to the commit of its record.
+        self.commits = Histogram()
+        # (run, action) of the seals and catalog writes whose last attempt failed.
+        self.failing: set[tuple[str, str]] = set()
 
     def run(self) -> None:
         """The thread's loop."""
@@ -124,8 +129,10 @@ class AppendThread(threading.Thread):
     def _safely(self, run_id: str, store: RunStore, action: Callable[[RunStore], None]) -> None:
         try:
             action(store)
+            self.failing.discard((run_id, action.__name__))
         except Exception as error:
             # This is the outermost loop of the thread. The frames hold everything that the catalog lacks.
+            self.failing.add((run_id, action.__name__))
             now = time.monotonic()
             if now - self._said.get(run_id, -_SAY_EVERY_S) >= _SAY_EVERY_S:
                 self._said[run_id] = now
@@ -251,8 +258,11 @@ class AppendThread(threading.Thread):
         # This comes first. When the rank hears of it, the bytes must not count twice, as stored and as waiting.
         self._tickets.written(tickets)
         of_sink: dict[Sink, list[int]] = {}
+        now = time.monotonic()
         for task in tasks:
             of_sink.setdefault(task.job.sink, []).append(task.job.sequence)
+            if refusal is None:
+                self.commits.add(now - task.job.since)
         for sink, sequences in of_sink.items():
             try:
                 if refusal is None:

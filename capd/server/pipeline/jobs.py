@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -71,6 +71,7 @@ class RecordJob:
         row: The statistics row of the rank, if it computed one. It stays packed until the append thread needs it,
             because thousands of jobs may wait.
         budgeted: The disk budget has already admitted the record.
+        since: The time (monotonic) at which the descriptor came, for a record in parts that of the last part.
     """
 
     run_id: str
@@ -82,6 +83,7 @@ class RecordJob:
     sink: Sink
     row: bytes | None = None
     budgeted: bool = False
+    since: float = field(default_factory=time.monotonic)
 
     def read(self, limit: int | None = None) -> memoryview | bytes:
         """Return the bytes in C order, or the first `limit` bytes in their stored order. Raises OSError."""
@@ -157,6 +159,11 @@ class Booked:
     def __init__(self, limit_nbytes: int) -> None:
         self._limit, self._used = limit_nbytes, 0
         self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are booked now. Takes no lock."""
+        return self._used
 
     def take(self, nbytes: int) -> None:
         """Book `nbytes`, and wait for room if needed."""
@@ -290,13 +297,27 @@ class Tickets:
         self._waiting: list[tuple[int, Future[None]]] = []
         # Ticket → its bytes, and whether it opens a series.
         self._admitted: dict[int, tuple[int, bool]] = {}
+        # (first ticket, time) of each issue with open jobs; when all jobs are done, also the last one.
+        self._issues: deque[tuple[int, float]] = deque()
 
-    def issue(self, count: int = 1) -> int:
-        """Issue ascending tickets for `count` new jobs, and return the first."""
+    def issue(self, count: int, since: float) -> int:
+        """Issue ascending tickets for `count` new jobs that came at `since` (monotonic), and return the first."""
         with self._lock:
             first = self._last + 1
+            if self._oldest == first:
+                self._issues.clear()
+            if count:
+                self._issues.append((first, since))
             self._last += count
             return first
+
+    @property
+    def oldest_since(self) -> float | None:
+        """The time (monotonic) at which the oldest job came that is not done; None without one. Takes no lock."""
+        try:
+            return self._issues[0][1] if self._oldest <= self._last else None
+        except IndexError:
+            return None
 
     def admit(self, held: Mapping[int, tuple[int, bool]]) -> None:
         """Note the jobs that the disk budget admitted. held: ticket → its bytes, and whether it opens a series."""
@@ -322,6 +343,9 @@ class Tickets:
             while self._oldest in self._done:
                 self._done.remove(self._oldest)
                 self._oldest += 1
+            issues = self._issues
+            while len(issues) > 1 and issues[1][0] <= self._oldest:
+                issues.popleft()
         self._wake()
 
     def all_so_far(self) -> Future[None]:

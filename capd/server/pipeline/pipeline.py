@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import StoreError
+from capd.histogram import Histogram
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.append_thread import AppendThread
 from capd.server.pipeline.gather_thread import GatherThread
@@ -36,6 +37,7 @@ from capd.store.format.codec_choice import SAMPLE_NBYTES
 from capd.store.format.dtypes import statistics_of, stored_type
 from capd.store.format.encode import ChunkResult, encode_chunk, pieces, summarise_piece
 from capd.store.format.geometry import CHUNK_NBYTES
+from capd.store.run.figures import Durations, NonFinite
 from capd.store.run.options import StoreOptions
 from capd.store.run.run_store import RunStore
 from capd.store.run.small_records import Room
@@ -65,9 +67,16 @@ class Pipeline:
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
         self._open_lock = threading.Lock()
-        self._booked, self._room = Booked(staging_nbytes), Room()
+        self._booked, self._room, self._durations = Booked(staging_nbytes), Room(), Durations()
         self._lanes, self._tickets = Lanes(), Tickets()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="capd-encode")
+        self.staging_nbytes = staging_nbytes
+        # The kernel's ids of the encode threads.
+        self._encoders: list[int] = []
+        self._pool = ThreadPoolExecutor(
+            threads,
+            thread_name_prefix="capd-encode",
+            initializer=lambda: self._encoders.append(threading.get_native_id()),
+        )
         self._appending = AppendThread(self._runs, self._booked, self._tickets, statistics=options.statistics)
         self._dispatching = threading.Thread(target=self._dispatch, name="capd-dispatch", daemon=True)
         self._gathering = GatherThread(
@@ -90,7 +99,9 @@ class Pipeline:
             if run_id in self._runs:
                 return
             try:
-                self._runs[run_id] = RunStore(self._root, run_id, self._node, self._options, self._room)
+                self._runs[run_id] = RunStore(
+                    self._root, run_id, self._node, self._options, self._room, self._durations
+                )
             except OSError as error:
                 why = if_full(error, self._root)
                 raise StoreError(f"cannot open run {run_id!r} in {self._root}: {why}") from error
@@ -134,9 +145,43 @@ class Pipeline:
         """Return the number of series of the open runs that are not sealed yet."""
         return sum(store.unsealed_series for store in list(self._runs.values()))
 
+    # Figures for metrics; none of them takes a lock
+
+    def non_finite(self, run_id: str) -> NonFinite:
+        """Return the non-finite values in the records of an open run."""
+        return self._runs[run_id].non_finite
+
+    @property
+    def durations(self) -> tuple[Histogram, Histogram, Histogram]:
+        """The durations of commits, syncs and seals."""
+        return self._appending.commits, self._durations.syncs, self._durations.seals
+
+    @property
+    def staged_nbytes(self) -> int:
+        """The raw bytes between the arenas and the disk."""
+        return self._booked.nbytes
+
+    @property
+    def oldest_since(self) -> float | None:
+        """The time (monotonic) at which the oldest capture came that is not committed yet; None without one."""
+        return self._tickets.oldest_since
+
+    @property
+    def encoders(self) -> list[int]:
+        """The kernel's ids of the encode threads that have started."""
+        return list(self._encoders)
+
+    @property
+    def failing(self) -> bool:
+        """Whether an open run takes no more records, or its last seal or catalog write failed."""
+        runs = dict(self._runs)
+        failing = {run_id for run_id, _ in self._appending.failing.copy()}
+        return not failing.isdisjoint(runs) or any(store.failed for store in runs.values())
+
     def submit(self, *jobs: RecordJob) -> None:
         """Queue jobs for their clients' lanes. Never waits."""
-        first = self._tickets.issue(len(jobs))
+        since = jobs[0].since if jobs else 0.0
+        first = self._tickets.issue(len(jobs), since)
         tasks = [Task(job, ticket) for ticket, job in enumerate(jobs, first)]
         self._lanes.put([task for task in tasks if not self._gathering.takes(task)])
 

@@ -19,7 +19,7 @@ from capd.errors import ProtocolError
 from capd.server.net.sender import Sender
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.process import RETURN_S, RankProcess
-from capd.server.rank.accounting import PageCounters, reconcile
+from capd.server.rank.accounting import PageCounters, SessionTotals, reconcile
 from capd.server.rank.arena import Arena
 from capd.server.rank.checks import check_put
 from capd.server.rank.journal import Journal
@@ -151,11 +151,15 @@ class RankSession:
                 abandoned = self.session.take_abandoned()
                 self.taken += sum(item.ends_record for item, _ in new)
                 self._wake_sender()
-            jobs = []
+            jobs, now = [], time.monotonic()
             for item, define in new:
                 data = arena.slice(item.offset, item.nbytes)
                 row = rows.get(item.sequence)
-                jobs.append(RecordJob(self.run_id, self.client, item.sequence, define, item, data, self, row))
+                jobs.append(
+                    RecordJob(
+                        self.run_id, self.client, item.sequence, define, item, data, self, row, since=now
+                    )
+                )
             self._submit(*jobs)
             for record in abandoned:
                 self._forget(self.client, record)
@@ -290,8 +294,7 @@ class RankSession:
         """Return the session's counters as the catalog stores them."""
         with self._lock:
             session, gone = self.session, not self.alive
-            in_work = session.records_in_work if gone else None
-            totals = reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
+            totals = self._totals()
             return SessionRow(
                 client=session.client,
                 rank=self.hello.rank,
@@ -311,6 +314,16 @@ class RankSession:
                 shift=self.shift,
                 world_size=self.hello.world_size,
             )
+
+    def totals(self) -> tuple[str, SessionTotals]:
+        """Return the state ("live", "ended" or "died") and the counters, as `row` has them."""
+        with self._lock:
+            return "live" if self.alive else self.session.phase.value, self._totals()
+
+    @property
+    def arena_nbytes(self) -> int:
+        """The size of the rank's arena in bytes; 0 when it is released."""
+        return 0 if (arena := self._arena) is None else arena.nbytes
 
     @property
     def connected(self) -> bool:
@@ -387,6 +400,11 @@ class RankSession:
                 pass
 
     # Inside; all with the lock held
+
+    def _totals(self) -> SessionTotals:
+        session = self.session
+        in_work = None if self.alive else session.records_in_work
+        return reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
 
     def _die(self) -> None:
         self.session.die()

@@ -29,6 +29,7 @@ from capd.store.format.ranges import RangeSet
 from capd_client.errors import ProtocolError
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.messages import DaemonMessage, Define, Descriptor, Drops, Flush, Hello, Reject
+from capd_client.protocol.scalars import is_scalar
 from capd_client.protocol.statistics_row import ROW_NBYTES
 
 __all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Phase", "Session"]
@@ -37,6 +38,8 @@ __all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Phase", "Sessio
 MAX_DEFINE_NBYTES = 64 << 20
 # The most memory of a capture in work, without its elements, metadata and statistics row.
 RECORD_NBYTES = 2 << 10
+# The number of labels that are remembered.
+MAX_QUANT_TYPES = 8
 # The number of refusals that are remembered. If the PUT of an older one is repeated, the daemon tries it again.
 MAX_REFUSED = 65_536
 
@@ -64,6 +67,8 @@ class Session:
         self.keys: dict[int, Define] = {}
         # Key ids whose records cannot be stored, and why.
         self.key_problems: dict[int, str] = {}
+        # The labels of all keys so far, at most MAX_QUANT_TYPES.
+        self.quant_types: set[str] = set()
         self.done = RangeSet(committed)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
@@ -139,6 +144,8 @@ class Session:
         if problem is not None:
             self.key_problems[message.id] = problem
         self.keys[message.id] = message
+        if len(self.quant_types) < MAX_QUANT_TYPES and not is_scalar(message.key):
+            self.quant_types.add(message.key.quant_type)
 
     def put(self, items: Iterable[Checked]) -> list[Submission]:
         """Take a batch and return the captures to submit to the pipeline, in order.

@@ -27,6 +27,7 @@ from capd.server.rank.arena import Arena
 from capd.server.rank.rank import RankSession
 from capd.server.rank.session import Session
 from capd.server.runs.attempts import read_beside, shift_of
+from capd.server.runs.figures import RunFigures, run_figures
 from capd.server.runs.names import RunNames
 from capd.server.runs.root_lock import RootLock
 from capd.server.runs.run import Run
@@ -283,6 +284,24 @@ class Registry:
                     uses = self._pipeline.uses(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
             found.append(run_stats(run, ranks, finished, uses))
+        return found
+
+    def figures(self, *, each_rank: bool) -> list[RunFigures]:
+        """Return the figures of all runs for metrics, the newest last. each_rank: also those of each rank."""
+        found = []
+        for run in self.runs():
+            # As in `stats`.
+            with self._lock:
+                if not run.opened or self._runs.get(run.run_id) is not run:
+                    continue
+                run.totals, values = (
+                    self._pipeline.run_stats(run.run_id),
+                    self._pipeline.non_finite(run.run_id),
+                )
+                ranks, finished = list(run.ranks.values()), list(run.finished.values())
+            figures = run_figures(run, ranks, finished, each_rank=each_rank)
+            figures.nan, figures.inf = values.nan, values.inf
+            found.append(figures)
         return found
 
     def stored_nbytes(self) -> int:

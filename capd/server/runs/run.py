@@ -58,6 +58,9 @@ class Run:
     # Pairs of time and raw bytes.
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     steering: RunSteering = field(default_factory=RunSteering)
+    # What ranks said so far: the largest world size (0: no rank was here), and the labels of keys.
+    world_size: int = 0
+    quant_types: set[str] = field(default_factory=set)
 
     def count(self, totals: Held, now: float) -> None:
         """Take the run's totals at `now` (monotonic)."""
@@ -65,6 +68,11 @@ class Run:
         self.rates.append((now, totals.raw_bytes))
         while self.rates[0][0] < now - RATE_WINDOW_S:
             self.rates.popleft()
+
+    def heed(self, rank: RankSession) -> None:
+        """Note the facts of a rank that outlive it."""
+        self.world_size = max(self.world_size, rank.hello.world_size)
+        self.quant_types |= rank.session.quant_types.copy()
 
     def alive(self) -> list[RankSession]:
         """Return the live ranks, by rank."""

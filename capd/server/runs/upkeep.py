@@ -58,6 +58,7 @@ class Upkeep:
                 if rank.at_rest:
                     run.finished[client] = rank.row()
                     run.why_full = rank.why_full or run.why_full
+                    run.heed(rank)
                     del run.ranks[client]
                     self._saved.pop(client, None)
                     rank.release()

@@ -9,6 +9,7 @@ can be repeated. Recovery continues after the last completed step (`capd.store.r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from capd.store.format.frames import FORMAT_VERSION, FileHeader, RecordRow, sess
 from capd.store.format.log_places import LOG_GLOB
 from capd.store.recover.open_node import Recovered, open_node
 from capd.store.remove.series import finish_removal
+from capd.store.run.figures import Durations, NonFinite
 from capd.store.run.options import StoreOptions
 from capd.store.run.pending_rows import PendingRows
 from capd.store.run.planner import Planner
@@ -47,9 +49,15 @@ class RunStore:
     """
 
     def __init__(
-        self, root: Path, run_id: str, node: str, options: StoreOptions, room: Room | None = None
+        self,
+        root: Path,
+        run_id: str,
+        node: str,
+        options: StoreOptions,
+        room: Room | None = None,
+        durations: Durations | None = None,
     ) -> None:
-        """Create the run, or open and recover it. Without `room`, the store gets its own.
+        """Create the run, or open and recover it. Without `room` or `durations`, the store gets its own.
 
         Raises:
             NotAStore: The directory is not a run, or its format is newer.
@@ -57,6 +65,8 @@ class RunStore:
         """
         self.options = options
         self.path = root / f"{run_id}.zarr"
+        self.non_finite = NonFinite()
+        self._durations = durations or Durations()
         self._file_header = FileHeader(FORMAT_VERSION, run_id, node)
         finish_removal(self.path)
         self._layout = Layout(self.path, run_id, node)
@@ -120,6 +130,7 @@ class RunStore:
         written = self._append(series, number, [row], encoded, session_of(row.client), row.sequence)
         self._pending.add(series, row, new_row(series.row.id, number, row, written))
         self.usage.note(series)
+        self.non_finite.add(row.stats)
 
     def commit_small(self, records: Sequence[tuple[Plan, RecordRow, bytes]]) -> None:
         """Commit small records (plan, row, raw bytes) to the node's log, in one write.
@@ -141,6 +152,7 @@ class RunStore:
         for (series, number, small), (_, row, _) in zip(new, records, strict=True):
             self._pending.add(series, row, (series.row.id, number, row.moment.attempt, 0, small.row))
             self.usage.note(series)
+            self.non_finite.add(row.stats)
             if (number + 1) % series.row.header.geometry.batch == 0:
                 self._ripe.add(series.header.path)
 
@@ -259,7 +271,11 @@ class RunStore:
             StoreError: The store does not accept records any more.
         """
         if self._files.durable:
-            self._syncing.sync()
+            began = time.monotonic()
+            try:
+                self._syncing.sync()
+            finally:
+                self._durations.syncs.add(time.monotonic() - began)
             self._small.release()
 
     def _open_shards(self) -> list[Path]:
@@ -311,6 +327,11 @@ class RunStore:
         return sum(series.row.records - series.row.sealed for series in list(self._series.values()))
 
     @property
+    def failed(self) -> bool:
+        """Whether the disk lost writes, so that no more records are accepted."""
+        return bool(self._syncing.failed)
+
+    @property
     def is_durable(self) -> bool:
         """Whether acknowledgements wait for `sync`."""
         return self._files.durable
@@ -352,6 +373,7 @@ class RunStore:
         group = [series for series in group if series.shard is not None]
         if not group:
             return
+        began = time.monotonic()
         for series in group:
             series.row.sealing = True
             self._pending.changed(series)
@@ -374,6 +396,7 @@ class RunStore:
             self._pending.changed(series)
             self.usage.note(series)
         self.flush_catalog()
+        self._durations.seals.add(time.monotonic() - began)
 
     def close(self) -> None:
         """Close files and catalog. The next start recovers the remaining `.partial` files and logs."""

@@ -74,7 +74,7 @@ class Bench:
             sequence, 4096, len(data), 0, (part.nbytes if part else len(data),), Moment(), part=part
         )
         job = RecordJob("run", client, sequence, DEFINE, descriptor, memoryview(data), self.sink)
-        return self.thread.takes(Task(job, self.tickets.issue()))
+        return self.thread.takes(Task(job, self.tickets.issue(1, job.since)))
 
     def parts(self, record: int, client: bytes = A, upto: int = 3) -> None:
         """Three parts of ten bytes, all of the record's number."""
