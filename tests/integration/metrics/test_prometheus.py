@@ -1,0 +1,96 @@
+"""A real Prometheus scrapes a running job: its counters are those of `capd stats`, and every shipped expression works."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.kit import processes as real
+from tests.kit.daemon import DaemonProcess, daemons, wait_for
+from tests.kit.metrics.prometheus import needs_prometheus, prometheus
+from tests.kit.metrics.scrape import address_of
+from tests.repo.dashboard import PAGE, expressions
+from tests.repo.test_dashboard import RULES, alert_expressions
+
+SCRAPED_S = 30.0
+
+
+@needs_prometheus
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> None:
+    token = runtime_dir / "token"
+    token.write_text("s3cret-s3cret-s3cret\n")
+    token.chmod(0o600)
+    with daemons() as made:
+        made.append(
+            DaemonProcess(runtime_dir / "store", runtime_dir / "s.sock", "--metrics", "127.0.0.1:0",
+                          "--metrics-token-file", str(token), "--durability", "durable")
+        )  # fmt: skip
+        daemon = made[0]
+        host, port = address_of(daemon)
+        target = {
+            "static_configs": [{"targets": [f"{host}:{port}"]}],
+            "authorization": {"credentials_file": str(token)},
+        }
+        ranks = [real.Rank(f"unix:{daemon.path}", number) for number in range(2)]
+        try:
+            with prometheus(tmp_path, target, [RULES]) as server:
+                for rank in ranks:
+                    assert rank.ask("stream 0") == "streaming"
+                began = time.monotonic()
+                wait_for(
+                    lambda: (server.value("count_over_time(up[1h])") or 0) >= SCRAPED_S
+                    and time.monotonic() - began >= SCRAPED_S,
+                    "Prometheus scraped for 30 s", timeout_s=120,
+                )  # fmt: skip
+                assert server.value("min_over_time(up[1h])") == 1
+                for rank in ranks:
+                    rank.ask("halt")
+                    assert rank.ask("flush") is True
+                stats = daemon.run_stats("run")
+                assert stats["in_flight"] == 0
+                for name, count in (
+                    ("capd_records_offered_total", stats["offered"]),
+                    ("capd_records_committed_total", stats["committed"]),
+                    ("capd_raw_bytes_total", stats["raw_bytes"]),
+                    ("sum(capd_records_dropped_total)", sum(stats["dropped"].values())),
+                ):
+                    wait_for(lambda name=name, count=count: server.value(name) == count, f"{name} is {count}")
+                [target_state] = server.api("targets")["activeTargets"]
+                assert (target_state["health"], target_state["lastError"]) == ("up", "")
+                empty = [one for one in expressions(json.loads(PAGE.read_text())) if not server.query(one)]
+                assert empty == []
+                for name, expression in alert_expressions().items():
+                    # Each alert's series are there, whatever they are compared with.
+                    bare = expression.replace("!= 0", "").strip()
+                    assert server.query(f"count({selector(bare)})"), name
+                groups = server.api("rules")["groups"]
+                rules = [rule for group in groups for rule in group["rules"]]
+                assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(
+                    alert_expressions(), "ok"
+                )
+                assert [rule["name"] for rule in rules if rule["alerts"]] == []
+                ranks[0].kill()
+                wait_for(
+                    lambda: "CapdRankDied" in {one["labels"]["alertname"] for one in server.api("alerts")["alerts"]},
+                    "the alert of the killed rank", timeout_s=90,
+                )  # fmt: skip
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert (
+            yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"][0]["job_name"]
+            == "capd"
+        )
+
+
+def selector(expression: str) -> str:
+    """The first vector of a comparison."""
+    return (
+        expression.split("\n  or")[0].split("\nor")[0].rsplit(">", 1)[0].rsplit("==", 1)[0].rsplit("<", 1)[0]
+    )
