@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -137,7 +138,7 @@ def test_counters_equal_those_of_stats_at_rest_and_never_go_down(start: Start, r
     wait_for(lambda: of_page(scrape()) == of_stats(daemon.stats()), "the page equals STATS at the end")
     # Three large records of each rank, and 27 in the log: each was committed once.
     assert value(seen[-1], "capd_commit_duration_seconds_count") == 90
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in itertools.pairwise(seen):
         lower = {
             key: (count, after[key])
             for key, count in counters(before).items()
@@ -346,7 +347,7 @@ def test_the_file_is_for_node_exporter_and_shows_by_its_age_that_a_daemon_was_ki
 
 
 def test_a_log_of_json_is_json_line_by_line(start: Start, rank: Rank, runtime_dir: Path) -> None:
-    daemon = start("--log-format", "json", CAPD_MAXDISK="1")
+    daemon = start("--log-format", "json", env={**os.environ, "CAPD_MAXDISK": "1"})
     rank.connect(host="a\nb")
     rank.disconnect()
     wait_for(lambda: "disconnected" in daemon.text(), "the rank is gone")
