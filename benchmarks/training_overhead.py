@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capd_client
-from benchmarks import idle_hooks
+from benchmarks.kit import idle_hooks
 from benchmarks.kit.common import daemon, keep_freed_memory, machine, report, spread
 from benchmarks.kit.plain_capture import PlainHooks, Ring, SynchronousSaver
 
