@@ -130,7 +130,7 @@ def test_counters_equal_those_of_stats_at_rest_and_never_go_down(start: Start, r
         assert value(seen[-1], "capd_sessions", run_id="one", state="died") == 1
         assert value(seen[-1], "capd_sessions", run_id="one", state="ended") == 1
         assert value(seen[-1], "capd_arena_bytes", run_id="one") == 0
-        assert value(seen[-1], "capd_seal_duration_seconds_count") >= 1
+        wait_for(lambda: value(scrape(), "capd_seal_duration_seconds_count") >= 1, "the seal is counted")
         ranks[2].leave()
     finally:
         for one in ranks:
@@ -333,7 +333,7 @@ def test_the_file_is_for_node_exporter_and_shows_by_its_age_that_a_daemon_was_ki
     daemon = start("--metrics-file", str(path), metrics="off")
     wait_for(path.exists, "the file")
     checked = subprocess.run(
-        ["promtool", "check", "metrics"], stdin=path.open(), capture_output=True, text=True, check=False
+        ["promtool", "check", "metrics"], input=path.read_text(), capture_output=True, text=True, check=False
     )
     assert (checked.returncode, checked.stderr) == (0, "")
     # node_exporter has these names for itself.
@@ -380,4 +380,5 @@ def test_slow_readers_and_silent_peers_neither_stop_scrapes_nor_add_threads(star
         pages = [get(where) for _ in range(20)]
 
         assert {page.status for page in pages} == {200}
-        assert len(list(tasks.iterdir())) == before
+        # The thread that looks for old runs may have ended.
+        assert len(list(tasks.iterdir())) <= before
