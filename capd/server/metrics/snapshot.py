@@ -16,7 +16,7 @@ from capd.server.pipeline.pipeline import Pipeline
 from capd.server.runs.figures import RunFigures
 from capd.server.runs.registry import Registry
 
-__all__ = ["MAX_RUNS_SHOWN", "Collector", "Durations", "Snapshot", "shown"]
+__all__ = ["MAX_RUNS_SHOWN", "Collector", "Bucketed", "Snapshot", "shown"]
 
 # Runs of one snapshot.
 MAX_RUNS_SHOWN = 64
@@ -25,7 +25,7 @@ KEPT_S = 600.0
 # The files of the logs are asked for their sizes.
 _USED_INTERVAL_S = 5.0
 
-Durations = tuple[list[int], float]
+Bucketed = tuple[list[int], float]
 """The count of each bucket of a histogram, and the sum in seconds."""
 
 
@@ -49,9 +49,9 @@ class Snapshot:
     staged_nbytes: int
     staging_nbytes: int
     oldest_s: float
-    commits: Durations
-    syncs: Durations
-    seals: Durations
+    commits: Bucketed
+    syncs: Bucketed
+    seals: Bucketed
     encoders: list[int]
     used_nbytes: int
     store_failed: bool
