@@ -16,7 +16,7 @@ from capd.server.pipeline.pipeline import Pipeline
 from capd.server.runs.figures import RunFigures
 from capd.server.runs.registry import Registry
 
-__all__ = ["MAX_RUNS_SHOWN", "Collector", "Bucketed", "Snapshot", "shown"]
+__all__ = ["MAX_RUNS_SHOWN", "Bucketed", "Collector", "Snapshot", "shown"]
 
 # Runs of one snapshot.
 MAX_RUNS_SHOWN = 64
