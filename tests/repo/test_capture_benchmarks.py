@@ -26,3 +26,17 @@ def test_steps_beside_a_stalled_daemon_are_measured_and_counted(tmp_path: Path) 
     assert counters["dropped"].keys() == {"arena_full"}
     assert counters["offered"] == counters["committed"] + sum(counters["dropped"].values())
     assert "bound 1.03" in done.stdout
+
+
+@pytest.mark.fault
+def test_scrapes_beside_captured_steps_are_counted(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/scrapes.py", "--rounds", "1", "--steps", "1", "--scrapes", "1"]
+    command += ["--directory", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert list(found["wall_s"]) == ["alone", "scraped"]
+    assert found["scraper"]["scrapes"] >= 1
+    assert found["counters"]["offered"] == found["counters"]["committed"] > 0
+    assert "bound 1.01" in done.stdout

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from capd.server.pipeline.jobs import PAUSE_NBYTES, PAUSE_TASKS, TURN_NBYTES, Lanes, RecordJob, Task
+from capd.server.pipeline.jobs import PAUSE_NBYTES, PAUSE_TASKS, TURN_NBYTES, Lanes, RecordJob, Task, Tickets
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Define, Descriptor
 
@@ -141,3 +141,22 @@ def test_who_waits_for_an_outcome_ends_the_pause_of_what_is_queued_and_of_no_mor
         assert not again.done()
         lanes.close()
         assert len(again.result(20)) == 1
+
+
+def test_the_oldest_open_job_is_known_however_jobs_end() -> None:
+    tickets = Tickets()
+    assert tickets.oldest_since is None
+    first, second = tickets.issue(2, 10.0), tickets.issue(1, 20.0)
+    assert tickets.issue(0, 25.0) == second + 1
+
+    seen = []
+    for done in (second, first, first + 1):
+        seen.append(tickets.oldest_since)
+        tickets.done([done])
+    assert seen == [10.0, 10.0, 10.0]
+    assert tickets.oldest_since is None
+    third = tickets.issue(1, 30.0)
+    assert tickets.oldest_since == 30.0
+    tickets.issue(1, 40.0)
+    tickets.done([third])
+    assert tickets.oldest_since == 40.0
