@@ -118,6 +118,7 @@ class Daemon:
         self._threads = settings.threads or encode_threads()
         self._staging_nbytes = staging_within(settings.staging_bytes)
         self._bound: endpoint.BoundSocket | None = None
+        self._metrics: Metrics | None = None
         self._stop = StopRequests(self._leave_at_once)
         self._report = StopReport()
         self._drained_by = 0.0
@@ -192,6 +193,8 @@ class Daemon:
         self._bound = self._bind(passed)
         self._metrics = Metrics(settings)
         stack.callback(self._metrics.close)
+        metrics = self._metrics = Metrics(settings)
+        stack.callback(metrics.close)
         self._bound = endpoint.bind(
             endpoint.endpoint_path(settings.endpoint),
             private=settings.endpoint is None,
@@ -219,7 +222,7 @@ class Daemon:
         collector = Collector(
             self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks
         )
-        self._metrics.start(collector.take, self._budget, self._node, self._threads)
+        metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery = RunRecovery(self._root, self._node, self._registry)
         self._recovery.start()
         if self._policy:
@@ -317,7 +320,8 @@ class Daemon:
     def _tick(self) -> None:
         try:
             self._registry.tick()
-            self._metrics.tick()
+            if self._metrics is not None:
+                self._metrics.tick()
         except Exception:
             # This is the outermost loop: ranks must not suffer from one failed tick.
             logger.exception("the daemon's clock failed once")
@@ -374,12 +378,12 @@ class Daemon:
         except TimeoutError:
             logger.warning("%.0f s were not enough to write everything that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
-        self._metrics.stop_clock()
+        self._show_last()
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)
         self._recovery.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
-        self._metrics.stop_clock()
+        self._show_last()
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
         self._ended = "the daemon stopped, everything is sealed"
         if left:
@@ -390,6 +394,10 @@ class Daemon:
         logger.info("stopped after %.1f s", time.monotonic() - began)
         return EXIT_UNSEALED if left else 0 if complete else 1
 
+    def _show_last(self) -> None:
+        if self._metrics is not None:
+            self._metrics.stop_clock()
+
     def _close_socket(self) -> None:
         if self._bound is not None:
             self._bound.close()
@@ -399,6 +407,8 @@ class Daemon:
 
     def _leave_at_once(self) -> None:
         self._close_socket()
+        if self._metrics is not None:
+            self._metrics.unlink()
         way_on = f"`capd serve --store {self._root}` seals the rest"
         os.write(2, os.fsencode(f"capd: interrupted again, leaving without sealing; {way_on}\n"))
         os._exit(130)

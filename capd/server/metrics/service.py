@@ -117,6 +117,13 @@ class Metrics:
         if self._listening is not None:
             self._listening.close()
 
+    def unlink(self) -> None:
+        """Remove the path of the socket and the file, for a process that ends at once."""
+        if self._listening is not None and self._listening.bound is not None:
+            self._listening.bound.unlink()
+        if self._file is not None:
+            self._file.unlink()
+
     # In the thread of the server
 
     def answer(self, request: Request) -> Response:

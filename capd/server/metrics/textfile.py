@@ -65,6 +65,12 @@ class TextFile:
                 self._path.unlink()
         self._release()
 
+    def unlink(self) -> None:
+        """Remove the file, for a process that ends at once."""
+        for path in (self._path, self._lock_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
     def _run(self, page: Callable[[], bytes]) -> None:
         self._write(page)
         while not self._stop.wait(INTERVAL_S):

@@ -140,6 +140,20 @@ def test_a_file_that_cannot_be_used_leaves_no_socket(runtime_dir: Path) -> None:
     assert not (runtime_dir / "m.sock").exists()
 
 
+def test_a_daemon_that_leaves_at_once_leaves_neither_socket_nor_file(
+    runtime_dir: Path, clock: Clock, budget: DiskBudget
+) -> None:
+    settings = DaemonSettings(metrics=f"unix:{runtime_dir}/m.sock", metrics_file=runtime_dir / "capd.prom")
+    metrics = Metrics(settings)
+    metrics.start(clock.take, budget, "n", 1)
+    wait_for((runtime_dir / "capd.prom").exists, "the file")
+    metrics.unlink()
+    left = list(runtime_dir.iterdir())
+    metrics.close()
+
+    assert left == []
+
+
 def test_the_file_has_its_own_page(tmp_path: Path, clock: Clock, budget: DiskBudget) -> None:
     metrics = Metrics(DaemonSettings(metrics_file=tmp_path / "capd.prom"))
     metrics.start(clock.take, budget, "n", 1)
