@@ -125,10 +125,11 @@ class HttpServer(threading.Thread):
                     break
                 now = time.monotonic()
                 for fd in list(self._open):
-                    if fd in ready:
-                        self._advance(selector, self._open[fd], now)
-                    elif self._open[fd].until <= now:
+                    # A peer that never stops sending must not keep its place.
+                    if self._open[fd].until <= now:
                         self._close(selector, self._open[fd])
+                    elif fd in ready:
+                        self._advance(selector, self._open[fd], now)
                 if self._sock.fileno() in ready:
                     self._accept(selector, now)
             for connection in list(self._open.values()):

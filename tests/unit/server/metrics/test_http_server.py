@@ -145,6 +145,13 @@ def test_a_large_answer_arrives_whole(where: tuple[str, int]) -> None:
     assert body == BODY
 
 
+def test_a_peer_that_never_stops_sending_is_sent_away(where: tuple[str, int]) -> None:
+    sock = send(where, b"GET / HTTP/1.1\r\n\r\n")
+    with sock, pytest.raises(ConnectionError):
+        while True:
+            sock.sendall(b"x" * 4096)
+
+
 def test_the_thread_ends_with_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "TIMEOUT_S", 3600.0)
     sock = socket.create_server(("127.0.0.1", 0))
