@@ -146,10 +146,12 @@ def test_a_large_answer_arrives_whole(where: tuple[str, int]) -> None:
 
 
 def test_a_peer_that_never_stops_sending_is_sent_away(where: tuple[str, int]) -> None:
-    sock = send(where, b"GET / HTTP/1.1\r\n\r\n")
-    with sock, pytest.raises(ConnectionError):
+    def flood() -> None:
         while True:
             sock.sendall(b"x" * 4096)
+
+    with send(where, b"GET / HTTP/1.1\r\n\r\n") as sock, pytest.raises(ConnectionError):
+        flood()
 
 
 def test_the_thread_ends_with_open_connections(monkeypatch: pytest.MonkeyPatch) -> None:
