@@ -18,7 +18,7 @@ from capd.server.metrics.snapshot import Bucketed, Snapshot
 from capd.server.runs.figures import RankFigures, RunFigures
 from capd_client.protocol.counter_page import DROP_REASONS
 
-__all__ = ["Facts", "Family", "Measured", "families"]
+__all__ = ["Facts", "Family", "Labelled", "families"]
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -29,7 +29,7 @@ _CODES = (
 _SLURM_RUN = re.compile(r"slurm-(\d+)\.\w+")
 
 
-class Measured(NamedTuple):
+class Labelled(NamedTuple):
     """One line of the page. suffix: the part of the name after that of the family, such as "_bucket"."""
 
     value: float
@@ -44,7 +44,7 @@ class Family:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     text: str
-    samples: list[Measured]
+    samples: list[Labelled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _of_daemon(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
     yield _gauge("capd_connections", "The open connections of ranks and tools", snapshot.connections)
     yield Family(
         "capd_refused_connections_total", "counter", "The refused connections by code",
-        [Measured(count, (("code", code),)) for code, count in codes.items()],
+        [Labelled(count, (("code", code),)) for code, count in codes.items()],
     )  # fmt: skip
     yield _gauge("capd_runs_omitted", "The runs that this page leaves out", snapshot.omitted)
     yield _gauge(
@@ -121,16 +121,16 @@ def _of_daemon(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
 def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
     runs = snapshot.runs
 
-    def each(value: Callable[[RunFigures], float]) -> list[Measured]:
-        return [Measured(value(run), _run(run)) for run in runs]
+    def each(value: Callable[[RunFigures], float]) -> list[Labelled]:
+        return [Labelled(value(run), _run(run)) for run in runs]
 
     yield Family(
         "capd_run_info", "gauge", "The facts of a run, as labels",
-        [Measured(1, (*_run(run), *_run_facts(facts, run))) for run in runs],
+        [Labelled(1, (*_run(run), *_run_facts(facts, run))) for run in runs],
     )  # fmt: skip
     yield Family(
         "capd_sessions", "gauge", "The sessions of ranks by state",
-        [Measured(count, (*_run(run), ("state", state))) for run in runs for state, count in run.sessions.items()],
+        [Labelled(count, (*_run(run), ("state", state))) for run in runs for state, count in run.sessions.items()],
     )  # fmt: skip
     yield Family(
         "capd_records_offered_total", "counter", "The captures that ranks offered",
@@ -143,7 +143,7 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
     yield Family(
         "capd_records_dropped_total", "counter", "The captures given up by reason; sampled and stopped are choices",
         [
-            Measured(run.dropped[reason.value], (*_run(run), ("reason", reason.value)))
+            Labelled(run.dropped[reason.value], (*_run(run), ("reason", reason.value)))
             for run in runs
             for reason in DROP_REASONS
             # Every reason begins at 0, so that `increase` sees the first drop. A run at rest drops nothing more.
@@ -170,7 +170,7 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
         "capd_values_nonfinite_total", "counter",
         "The non-finite values in records with statistics, since this daemon opened the run",
         [
-            Measured(value, (*_run(run), ("kind", kind)))
+            Labelled(value, (*_run(run), ("kind", kind)))
             for run in runs
             for kind, value in (("nan", run.nan), ("inf", run.inf))
         ],
@@ -203,9 +203,9 @@ def _of_disk(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
 def _of_ranks(snapshot: Snapshot) -> Iterable[Family]:
     ranks = [(run, rank, figures) for run in snapshot.runs for rank, figures in sorted(run.ranks.items())]
 
-    def each(value: Callable[[RankFigures], float | None]) -> list[Measured]:
+    def each(value: Callable[[RankFigures], float | None]) -> list[Labelled]:
         found = [((*_run(run), ("rank", str(rank))), value(figures)) for run, rank, figures in ranks]
-        return [Measured(number, labels) for labels, number in found if number is not None]
+        return [Labelled(number, labels) for labels, number in found if number is not None]
 
     yield Family(
         "capd_rank_records_offered_total", "counter", "The captures that a rank offered",
@@ -251,23 +251,23 @@ def _run_facts(facts: Facts, run: RunFigures) -> Labels:
 
 
 def _gauge(name: str, text: str, value: float, labels: Labels = ()) -> Family:
-    return Family(name, "gauge", text, [Measured(value, labels)])
+    return Family(name, "gauge", text, [Labelled(value, labels)])
 
 
 def _counter(name: str, text: str, value: float) -> Family:
-    return Family(name, "counter", text, [Measured(value)])
+    return Family(name, "counter", text, [Labelled(value)])
 
 
 def _histogram(name: str, text: str, durations: Bucketed) -> Family:
     counts, total_s = durations
     bounds = [*(repr(bound) for bound in BOUNDS_S), "+Inf"]
     buckets = [
-        Measured(count, (("le", bound),), "_bucket")
+        Labelled(count, (("le", bound),), "_bucket")
         for bound, count in zip(bounds, accumulate(counts), strict=True)
     ]
     return Family(
         name,
         "histogram",
         text,
-        [*buckets, Measured(total_s, (), "_sum"), Measured(sum(counts), (), "_count")],
+        [*buckets, Labelled(total_s, (), "_sum"), Labelled(sum(counts), (), "_count")],
     )
