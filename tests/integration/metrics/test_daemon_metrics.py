@@ -380,5 +380,5 @@ def test_slow_readers_and_silent_peers_neither_stop_scrapes_nor_add_threads(star
         pages = [get(where) for _ in range(20)]
 
         assert {page.status for page in pages} == {200}
-        # The thread that looks for old runs may have ended.
-        assert len(list(tasks.iterdir())) <= before
+        # The daemon's own threads may come and go at its start. A thread for each peer would be 50.
+        assert len(list(tasks.iterdir())) < before + 5
