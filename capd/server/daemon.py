@@ -35,6 +35,7 @@ from capd.server.limits import (
     raise_open_files,
     staging_within,
 )
+from capd.server.metrics.access import adopt
 from capd.server.metrics.service import Metrics
 from capd.server.metrics.snapshot import Collector
 from capd.server.net import endpoint
@@ -53,7 +54,7 @@ from capd.server.runs.root_lock import RootLock
 from capd.server.runs.unsealed import EXIT_UNSEALED, describe_unsealed, find_unsealed
 from capd.server.service.kill_time import shutdown_time
 from capd.server.service.notifications import Notifications
-from capd.server.service.sockets import RANKS, inherited_sockets, ranks_socket
+from capd.server.service.sockets import METRICS, RANKS, inherited_sockets, ranks_socket
 from capd.server.stopping import StopReport, StopRequests
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
@@ -190,16 +191,11 @@ class Daemon:
         stack.callback(lock.release)
         names = RunNames(self._root, settings.run_id, lock.previous)
         self._budget = self._disk_budget()
-        self._bound = self._bind(passed)
-        self._metrics = Metrics(settings)
-        stack.callback(self._metrics.close)
-        metrics = self._metrics = Metrics(settings)
+        listening = adopt(passed[METRICS], settings.metrics_token_file) if METRICS in passed else None
+        # Before the ranks' socket: an address that is taken stops the start before anything is captured.
+        metrics = self._metrics = Metrics(settings, listening)
         stack.callback(metrics.close)
-        self._bound = endpoint.bind(
-            endpoint.endpoint_path(settings.endpoint),
-            private=settings.endpoint is None,
-            others_allowed=bool(settings.allow_uid),
-        )
+        self._bound = self._bind(passed)
         stack.callback(self._close_socket)
         self._endpoint = lock.note.endpoint = self._bound.endpoint
         lock.write()
@@ -218,7 +214,6 @@ class Daemon:
         sending = SendLoop()
         stack.callback(sending.stop)
         self._listen(self._bound, allowed, open_files - options.open_files, accepting, sending)
-        self._listen(self._bound, open_files - options.open_files, accepting, sending)
         collector = Collector(
             self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks
         )

@@ -78,16 +78,14 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "store": "/s", "endpoint": "unix:/e", "run_id": "r", "node": "n", "threads": "4", "staging_bytes": "64MiB",
         "max_disk": "5GB", "keep_free": "20%", "allow_uid": "7,8", "durability": "durable", "codec": "fast",
         "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9", "run_max": "3GB", "rank_max": "2GB",
-        "series_max": "1GB", "quota_policy": "drop",
-        "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9", "metrics": "127.0.0.1:9464",
+        "series_max": "1GB", "quota_policy": "drop", "metrics": "127.0.0.1:9464",
         "metrics_token_file": "/t", "metrics_file": "/m.prom", "metrics_ranks": "true", "log_format": "json",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
         max_disk=5 * 10**9, keep_free=0.2, allow_uid=(7, 8), durability="durable", codec="fast", statistics=False,
         idle_seal_s=2.5, shutdown_timeout_s=9, run_max=3 * 10**9, rank_max=2 * 10**9, series_max=10**9,
-        quota_policy="drop",
-        idle_seal_s=2.5, shutdown_timeout_s=9, metrics="127.0.0.1:9464", metrics_token_file=Path("/t"),
+        quota_policy="drop", metrics="127.0.0.1:9464", metrics_token_file=Path("/t"),
         metrics_file=Path("/m.prom"), metrics_ranks=True, log_format="json",
     )  # fmt: skip
     quota = {

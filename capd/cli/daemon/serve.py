@@ -141,7 +141,6 @@ def serve(
     from capd.cli.daemon.log import start_log
     from capd.cli.output import note
     from capd.config import load_daemon_settings, load_retention, misspelt_variables
-    from capd.config import load_daemon_settings, misspelt_variables
     from capd.errors import CapdError, exit_code_of
 
     flags = {
@@ -151,7 +150,6 @@ def serve(
         "metrics_ranks": metrics_ranks, "log_format": log_format,
     }  # fmt: skip
     settings, retention = load_daemon_settings(flags, path=config), load_retention(path=config)
-    settings = load_daemon_settings(flags, path=config)
     start_log(logging.WARNING if quiet else logging.INFO, settings.log_format)
     # `capd run` has printed these lines already.
     for line in misspelt_variables() if parent is None else ():
@@ -162,9 +160,8 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
-    raise typer.Exit(Daemon(settings, parent, retention.policy, once=once).run())
     try:
-        code = Daemon(settings, parent).run()
+        code = Daemon(settings, parent, retention.policy, once=once).run()
     except CapdError as error:
         if settings.log_format == "text":
             raise
