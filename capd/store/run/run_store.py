@@ -32,7 +32,7 @@ from capd.store.run.options import StoreOptions
 from capd.store.run.pending_rows import PendingRows
 from capd.store.run.planner import Planner
 from capd.store.run.small_records import Room, SmallRecords
-from capd.store.run.usage import Usage
+from capd.store.run.usage import QuotaUsage
 from capd.store.shards.seal import finish_files, publish
 from capd.store.shards.series import Plan, SeriesState
 from capd.store.shards.small_log import Small, SmallLog
@@ -90,7 +90,7 @@ class RunStore:
         self._small = SmallRecords(self._log, self._files, room or Room())
         # Series with a full chunk in the log, or a full shard.
         self._ripe: set[str] = set()
-        self.usage = Usage(options.quota, self._file_header.run_id, found.series)
+        self.usage = QuotaUsage(options.quota, self._file_header.run_id, found.series)
         self._adopt(found)
 
     def _adopt(self, found: Recovered) -> None:

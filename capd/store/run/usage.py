@@ -15,7 +15,7 @@ from capd.errors import QuotaReached
 from capd.space import shown_size
 from capd.store.shards.series import Plan, SeriesState
 
-__all__ = ["NEAR", "Quota", "Usage", "Use"]
+__all__ = ["NEAR", "Quota", "QuotaUsage", "Use"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Use(NamedTuple):
     max: int
 
 
-class Usage:
+class QuotaUsage:
     """The bytes of a run on one node. Owned by the append thread, except for `is_near` and `uses`."""
 
     def __init__(self, quota: Quota, run: str, known: Iterable[SeriesState]) -> None:

@@ -14,6 +14,8 @@ from capd_client.protocol.messages import Hello
 from tests.kit.store.cli import session_row
 
 IDLE_S = 10.0
+# Stands for the time at which a test runs.
+JUST_NOW = -1
 
 
 def hello(**changes: Any) -> Hello:
@@ -33,10 +35,6 @@ def member(rank: int = 0, attempt: int = 0, shift: int = 0, **changes: Any) -> M
     return Member(rank, attempt, shift, **{**values, **changes})
 
 
-def just_now() -> int:
-    return time.time_ns()
-
-
 @pytest.mark.parametrize(
     ("new", "members", "shift"),
     [
@@ -54,16 +52,18 @@ def just_now() -> int:
         ),
         pytest.param({"rank": 1}, [member(runs=True)], 0, id="beside a running rank"),
         pytest.param({}, [member(runs=True)], 0, id="a second process of a running rank"),
-        pytest.param({"rank": 1}, [member(ended_ns=just_now())], 0, id="after a rank that was short"),
-        pytest.param({}, [member(ended_ns=just_now())], 1, id="the same rank again"),
+        pytest.param({"rank": 1}, [member(ended_ns=JUST_NOW)], 0, id="after a rank that was short"),
+        pytest.param({}, [member(ended_ns=JUST_NOW)], 1, id="the same rank again"),
         pytest.param(
-            {"rank": 1, "world_size": 3}, [member(ended_ns=just_now())], 1, id="a job of another size"
+            {"rank": 1, "world_size": 3}, [member(ended_ns=JUST_NOW)], 1, id="a job of another size"
         ),
         pytest.param({"rank": 1}, [member(runs=None, ended_ns=None)], 0, id="beside a rank of another node"),
         pytest.param({}, [member(runs=None, ended_ns=None)], 1, id="the rank of a node that is gone"),
     ],
 )
 def test_a_rank_gets_the_attempt_of_its_job(new: dict[str, Any], members: list[Member], shift: int) -> None:
+    members = [one._replace(ended_ns=time.time_ns()) if one.ended_ns == JUST_NOW else one for one in members]
+
     assert shift_of(hello(**new), members, idle_s=IDLE_S) == shift
 
 
