@@ -120,11 +120,9 @@ def check(shown: str) -> None:
     ids=" ".join,
 )
 def test_every_command_fits_80_columns(command: tuple[str, ...], store: Path) -> None:
-    verb, *rest = (str(store) if word == "SELF" else word for word in command)
-    place = [] if verb in WITHOUT_STORE else [store.parent if verb in OF_A_DIRECTORY else store]
     words = {"SELF": str(store), "OTHER": str(store.with_name("other.zarr")), "NEW": "new.zarr"}
     verb, *rest = (words.get(word, word) for word in command)
-    place = [] if verb in WITHOUT_STORE else [store]
+    place = [] if verb in WITHOUT_STORE else [store.parent if verb in OF_A_DIRECTORY else store]
     shown = in_terminal(verb, *place, *rest)
 
     assert shown
