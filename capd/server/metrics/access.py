@@ -18,6 +18,7 @@ from capd.server.net import endpoint
 __all__ = ["Access", "Listening", "adopt", "listen", "read_token"]
 
 _UNIX = "unix:"
+_OVER_IP = (socket.AF_INET, socket.AF_INET6)
 _BACKLOG = 128
 _TOKEN_NBYTES = (16, 1024)
 _OTHERS = 0o077
@@ -100,16 +101,34 @@ def listen(address: str, token_file: Path | None) -> Listening:
 
 
 def adopt(sock: socket.socket, token_file: Path | None) -> Listening:
-    """Use a socket that listens already, such as one of systemd. Its path, if it has one, stays at the end.
+    """Use a socket that a service manager passed. Its path, if it has one, stays at the end.
 
     Raises:
         ConfigError: The socket is open to other machines and there is no token, or the token file cannot be used.
+        EndpointError: Nobody can scrape the socket, or it is an abstract one.
     """
+    _check_passed(sock)
     token = None if token_file is None else read_token(token_file)
     if sock.family == socket.AF_UNIX:
-        return Listening(sock, f"{_UNIX}{os.fsdecode(sock.getsockname())}", Access(token))
+        return Listening(sock, f"{_UNIX}{sock.getsockname()}", Access(token))
     host = str(sock.getsockname()[0])
     return Listening(sock, _url(sock), _access_over_ip(host, host, _url(sock), token))
+
+
+def _check_passed(sock: socket.socket) -> None:
+    problem = ""
+    if sock.type != socket.SOCK_STREAM or sock.family not in (*_OVER_IP, socket.AF_UNIX):
+        problem = "is no unix or TCP stream"
+    elif not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        problem = "does not listen"
+    # Abstract sockets have names of bytes, or begin with NUL; they would accept any user.
+    elif sock.family == socket.AF_UNIX and not str(sock.getsockname()).startswith("/"):
+        problem = "has no path"
+    if problem:
+        raise EndpointError(
+            f"the service manager passed a socket for metrics that {problem}; "
+            f"write ListenStream=/run/capd/metrics.sock and Accept=no into its .socket unit"
+        )
 
 
 def _access_over_ip(ip: str, host: str, address: str, token: bytes | None) -> Access:
@@ -135,9 +154,11 @@ def _url(sock: socket.socket) -> str:
 def _resolve(host: str, port: int, address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # Python refuses names such as `..` before the resolver sees them.
+        why = error.strerror if isinstance(error, OSError) else "this is no name of a host"
         raise EndpointError(
-            f"cannot serve metrics on {address}: {error.strerror}; name an address of this machine in --metrics"
+            f"cannot serve metrics on {address}: {why}; name an address of this machine in --metrics"
         ) from error
     # IPv4 comes first if a name has both, because Prometheus resolves localhost so.
     family, _, _, _, where = sorted(found, key=lambda item: item[0] != socket.AF_INET)[0]

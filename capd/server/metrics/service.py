@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from capd._version import __version__
 from capd.config import DaemonSettings
+from capd.errors import ConfigError
 from capd.server.limits import DiskBudget
 from capd.server.metrics import host, text
 from capd.server.metrics.access import Listening, listen
@@ -50,7 +51,8 @@ class Metrics:
             listening: A socket that listens already, in place of that of the settings.
 
         Raises:
-            ConfigError: The settings are not safe, such as an open host without a token.
+            ConfigError: The settings are not safe, such as an open host without a token, or they name another address
+                than `listening`.
             EndpointError: The address or the directory of the file cannot be used.
             StoreBusy: Another program has the socket or the file.
         """
@@ -58,6 +60,11 @@ class Metrics:
         self._listening = listening
         self._file: TextFile | None = None
         self._server: HttpServer | None = None
+        if listening is not None and settings.metrics not in ("off", listening.address):
+            raise ConfigError(
+                f"the service manager passed {listening.address} for metrics, but {settings.metrics} is configured; "
+                f"leave --metrics and CAPD_METRICS out, or stop the .socket unit of the metrics"
+            )
         if listening is None and settings.metrics != "off":
             self._listening = listen(settings.metrics, settings.metrics_token_file)
         try:

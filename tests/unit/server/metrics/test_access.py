@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -56,9 +57,10 @@ def test_a_port_that_is_taken_is_named_with_the_way_on() -> None:
             listen(f"127.0.0.1:{port}", None)
 
 
-def test_an_address_of_another_machine_is_refused(token_file: Path) -> None:
-    with pytest.raises(EndpointError, match=r"cannot serve metrics on 192\.0\.2\.1:9464: .*--metrics"):
-        listen("192.0.2.1:9464", token_file)
+@pytest.mark.parametrize("address", ["192.0.2.1:9464", "host.invalid:9464", "..:9464"])
+def test_what_is_no_address_of_this_machine_is_refused(address: str, token_file: Path) -> None:
+    with pytest.raises(EndpointError, match=rf"cannot serve metrics on {re.escape(address)}: .*--metrics"):
+        listen(address, token_file)
 
 
 def test_a_unix_socket_is_closed_to_other_users_and_removed_at_the_end(runtime_dir: Path) -> None:
@@ -87,6 +89,24 @@ def test_a_socket_that_is_handed_over_keeps_its_path_and_the_rule_of_tokens(
         with pytest.raises(ConfigError, match="open to other machines"):
             adopt(given, None)
         assert adopt(given, token_file).access.token == TOKEN.encode()
+
+
+def test_a_socket_that_nobody_can_scrape_is_not_taken(runtime_dir: Path) -> None:
+    datagrams, silent, abstract = (
+        socket.socket(socket.AF_UNIX, kind)
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM, socket.SOCK_STREAM)
+    )
+    datagrams.bind(str(runtime_dir / "d"))
+    silent.bind(str(runtime_dir / "s"))
+    abstract.bind(f"\0capd-test-{os.getpid()}")
+    abstract.listen()
+    for given, problem in (
+        (datagrams, "is no unix or TCP stream"),
+        (silent, "does not listen"),
+        (abstract, "no path"),
+    ):
+        with given, pytest.raises(EndpointError, match=f"{problem}; write ListenStream="):
+            adopt(given, None)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o644])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from capd.config import DaemonSettings
+from capd.errors import ConfigError
 from capd.server.limits import DiskBudget
 from capd.server.metrics import service as module
+from capd.server.metrics.access import adopt
 from capd.server.metrics.http_server import Request
 from capd.server.metrics.service import Metrics, wants_openmetrics
 from capd.server.metrics.snapshot import Snapshot
@@ -130,6 +133,18 @@ def test_what_is_off_takes_no_snapshot_and_no_thread(clock: Clock, budget: DiskB
     metrics.close()
 
     assert (clock.taken, threading.active_count()) == (0, before)
+
+
+def test_another_address_than_the_passed_socket_is_refused(runtime_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as given:
+        given.bind(str(runtime_dir / "m.sock"))
+        given.listen()
+        listening = adopt(given, None)
+        with pytest.raises(
+            ConfigError, match=rf"passed unix:{runtime_dir}/m.sock .* leave --metrics and CAPD_METRICS"
+        ):
+            Metrics(DaemonSettings(metrics="127.0.0.1:0"), listening)
+        Metrics(DaemonSettings(metrics=listening.address), listening).close()
 
 
 def test_a_file_that_cannot_be_used_leaves_no_socket(runtime_dir: Path) -> None:
