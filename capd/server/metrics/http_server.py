@@ -29,6 +29,7 @@ TIMEOUT_S = 5.0
 HOLD_S = 0.25
 # After its answer, a connection may finish what it sends.
 _DRAIN_S = 1.0
+_STOP_S = 2.0
 # No descriptors are left: the queue waits so long.
 _PAUSE_S = 0.5
 _RECEIVE_NBYTES = 4 << 10
@@ -107,11 +108,15 @@ class HttpServer(threading.Thread):
         self._failed = False
 
     def stop(self) -> None:
-        """End the thread and its connections. The socket stays open."""
+        """End the thread and its connections. The socket stays open.
+
+        An answer that a dead file system holds up is not waited for: the thread then ends with the process.
+        """
         os.eventfd_write(self._ending, 1)
         if self.ident is not None:
-            self.join()
-        os.close(self._ending)
+            self.join(_STOP_S)
+        if not self.is_alive():
+            os.close(self._ending)
 
     def run(self) -> None:
         """The thread's loop."""

@@ -78,7 +78,7 @@ class Metrics:
         self._started = time.monotonic()
         self._pages: dict[tuple[bool, bool], _Page] = {}
         self._encode_cpu_s = 0.0
-        self._stopping = False
+        self._stopping, self._failed = False, False
 
     @property
     def is_on(self) -> bool:
@@ -98,6 +98,7 @@ class Metrics:
             return
         self._take, self._budget, self._node, self._threads = take, budget, node, threads
         self._snapshot: Snapshot = take()
+        self._tried = time.monotonic()
         if self._listening is not None:
             self._server = HttpServer(self._listening.socket, self.answer, name="capd-metrics")
             self._server.start()
@@ -106,14 +107,25 @@ class Metrics:
 
     def tick(self) -> None:
         """Take a new snapshot if the last one is old. Call it from the daemon's clock."""
-        if self.is_on and time.monotonic() - self._snapshot.taken >= INTERVAL_S:
-            self._snapshot = self._take()
+        if self.is_on and time.monotonic() - self._tried >= INTERVAL_S:
+            self._renew()
 
     def stop_clock(self) -> None:
         """Take a last snapshot. From now on an old snapshot is in order, because the daemon is stopping."""
         if self.is_on:
             self._stopping = True
+            self._renew()
+
+    def _renew(self) -> None:
+        self._tried = time.monotonic()
+        try:
             self._snapshot = self._take()
+            self._failed = False
+        except Exception:
+            # A disk that fails must neither fill the log nor keep the daemon from sealing.
+            if not self._failed:
+                self._failed = True
+                logger.exception("the metrics stand still; further failures are not logged")
 
     def close(self) -> None:
         """End the threads, close the sockets and remove the file."""

@@ -17,6 +17,7 @@ __all__ = ["TextFile"]
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 15.0
+_STOP_S = 2.0
 # node_exporter reads no other names.
 _SUFFIX = ".prom"
 _FIRST_BYTES = b"# HELP capd_"
@@ -60,7 +61,8 @@ class TextFile:
         """End the thread and remove the file, so that nobody takes old figures for new ones."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            # A page that a dead file system holds up is not waited for.
+            self._thread.join(_STOP_S)
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._release()
@@ -80,10 +82,15 @@ class TextFile:
         # The lock makes it ours alone.
         new = self._path.with_name(f".{self._path.name}.new")
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+            content = page()
+            if self._stop.is_set():
+                return
+            # A pipe that somebody put there would never open, and a link could be to any file.
+            new.unlink(missing_ok=True)
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
             with open(fd, "wb") as file:
                 os.fchmod(fd, _MODE)
-                file.write(page())
+                file.write(content)
             new.rename(self._path)
             self._failed = False
         except Exception as error:

@@ -164,6 +164,30 @@ def test_the_thread_ends_with_open_connections(monkeypatch: pytest.MonkeyPatch) 
     assert [said_or_reset(one) for one in waiting] == [b""] * MAX_CONNECTIONS
 
 
+def test_the_end_does_not_wait_for_an_answer_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_STOP_S", 0.01)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(request: Request) -> Response:
+        asked.set()
+        assert go_on.wait(PATIENCE_S)
+        return answer(request)
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(sock, hang)
+    server.start()
+    waiting = send(sock.getsockname(), b"GET / HTTP/1.1\r\n\r\n")
+    assert asked.wait(PATIENCE_S)
+    server.stop()
+    assert server.is_alive()
+    go_on.set()
+    server.join(PATIENCE_S)
+    waiting.close()
+    sock.close()
+
+    assert not server.is_alive()
+
+
 def said_or_reset(sock: socket.socket) -> bytes:
     try:
         return said(sock)

@@ -28,6 +28,7 @@ class Clock:
     def __init__(self) -> None:
         self.next = self.now()
         self.taken = 0
+        self.error: Exception | None = None
 
     @staticmethod
     def now(age_s: float = 0.0, **changes: object) -> Snapshot:
@@ -35,6 +36,8 @@ class Clock:
 
     def take(self) -> Snapshot:
         self.taken += 1
+        if self.error is not None:
+            raise self.error
         return self.next
 
 
@@ -94,13 +97,32 @@ def test_a_page_is_made_once_however_often_it_is_read(
     assert b"capd_connections 77" in metrics.page(openmetrics=False)
 
 
-def test_the_clock_takes_a_snapshot_only_when_the_last_one_is_old(metrics: Metrics, clock: Clock) -> None:
+def test_the_clock_takes_a_snapshot_only_when_the_last_one_is_old(
+    metrics: Metrics, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 3600.0)
     metrics.tick()
     assert clock.taken == 1
-    clock.next = Clock.now(age_s=module.INTERVAL_S)
-    metrics.stop_clock()
+    monkeypatch.setattr(module, "INTERVAL_S", 0.0)
     metrics.tick()
-    assert clock.taken == 3
+    assert clock.taken == 2
+
+
+def test_a_snapshot_that_fails_is_said_once_and_lets_the_daemon_stop(
+    metrics: Metrics, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.0)
+    clock.error = OSError("the disk does not answer")
+    for _ in range(3):
+        metrics.tick()
+    metrics.stop_clock()
+
+    assert ask(metrics)[0] == 200
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    clock.error = None
+    clock.next = Clock.now(connections=77)
+    metrics.tick()
+    assert b"capd_connections 77" in metrics.page(openmetrics=False)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from capd.errors import ConfigError, EndpointError, StoreBusy
 from capd.server.metrics import textfile
 from capd.server.metrics.textfile import TextFile
-from tests.kit.daemon import wait_for
+from tests.kit.daemon import PATIENCE_S, wait_for
 
 PAGE = b"# HELP capd_x A page\ncapd_x 1\n"
 
@@ -86,3 +88,47 @@ def test_a_failed_write_is_said_once_and_tried_again(
     file.close()
 
     assert len([record for record in caplog.records if "cannot write" in record.message]) == 1
+
+
+def test_a_pipe_or_a_link_in_place_of_the_new_file_holds_nothing_up_and_changes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(textfile, "INTERVAL_S", 0.01)
+    path, new, other = tmp_path / "capd.prom", tmp_path / ".capd.prom.new", tmp_path / "other"
+    other.write_text("kept")
+    file = TextFile(path)
+    os.mkfifo(new)
+    file.start(lambda: PAGE)
+    wait_for(path.exists, "a page in spite of the pipe")
+    file.close()
+    file = TextFile(path)
+    os.link(other, new)
+    file.start(lambda: PAGE)
+    wait_for(path.exists, "a page in spite of the link")
+    file.close()
+
+    assert other.read_text() == "kept"
+
+
+def test_the_end_does_not_wait_for_a_page_that_never_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(textfile, "_STOP_S", 0.01)
+    asked, answered = threading.Event(), threading.Event()
+
+    def page() -> bytes:
+        asked.set()
+        assert answered.wait(PATIENCE_S)
+        return PAGE
+
+    file = TextFile(tmp_path / "capd.prom")
+    file.start(page)
+    assert asked.wait(PATIENCE_S)
+    file.close()
+    answered.set()
+    thread = file._thread
+    assert thread is not None
+    thread.join(PATIENCE_S)
+
+    # What comes after all is not written.
+    assert list(tmp_path.iterdir()) == []
