@@ -168,7 +168,7 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
     )  # fmt: skip
     yield Family(
         "capd_values_nonfinite_total", "counter",
-        "The non-finite values in records with statistics, since this daemon opened the run",
+        "The non-finite values in records with statistics that this daemon committed",
         [
             Labelled(value, (*_run(run), ("kind", kind)))
             for run in runs

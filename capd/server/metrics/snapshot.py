@@ -111,8 +111,15 @@ def shown(runs: list[RunFigures], now: float) -> list[RunFigures]:
         now: The time (monotonic).
 
     Returns:
-        The chosen runs in their order. Active ones go before quiet ones, new ones before old ones.
+        The chosen runs in their order. Active ones go before quiet ones. Of active ones the
+        newest go first, of quiet ones those that were left last.
     """
     recent = [run for run in runs if run.active or now - run.quiet_since < KEPT_S]
-    chosen = sorted(enumerate(recent), key=lambda item: (item[1].active, item[0]))[-MAX_RUNS_SHOWN:]
-    return [run for _, run in sorted(chosen, key=lambda item: item[0])]
+
+    def newness(place: int) -> tuple[bool, float, int]:
+        # An old run that ranks have continued is as new as its last rank.
+        run = recent[place]
+        return run.active, 0.0 if run.active else run.quiet_since, place
+
+    chosen = sorted(range(len(recent)), key=newness)[-MAX_RUNS_SHOWN:]
+    return [recent[place] for place in sorted(chosen)]

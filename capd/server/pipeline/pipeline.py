@@ -66,6 +66,7 @@ class Pipeline:
         """Start the threads. At most `staging_nbytes` of raw bytes are between the arena and the disk."""
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
+        self._non_finite: dict[str, NonFinite] = {}
         self._open_lock = threading.Lock()
         self._booked, self._room, self._durations = Booked(staging_nbytes), Room(), Durations()
         self._lanes, self._tickets = Lanes(), Tickets()
@@ -99,12 +100,13 @@ class Pipeline:
             if run_id in self._runs:
                 return
             try:
-                self._runs[run_id] = RunStore(
-                    self._root, run_id, self._node, self._options, self._room, self._durations
-                )
+                store = RunStore(self._root, run_id, self._node, self._options, self._room, self._durations)
             except OSError as error:
                 why = if_full(error, self._root)
                 raise StoreError(f"cannot open run {run_id!r} in {self._root}: {why}") from error
+            # The counters of a run that comes back go on.
+            store.non_finite = self._non_finite.setdefault(run_id, store.non_finite)
+            self._runs[run_id] = store
 
     def open_runs(self) -> list[str]:
         """Return the ids of the open runs."""

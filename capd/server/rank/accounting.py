@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from capd.store.catalog.rows import SessionRow
 from capd_client.protocol.counter_page import DropReason
 
-__all__ = ["DAEMON_REASONS", "MAX_COUNT", "PageCounters", "SessionTotals", "reconcile", "settled"]
+__all__ = [
+    "DAEMON_REASONS",
+    "MAX_COUNT",
+    "PageCounters",
+    "SessionTotals",
+    "reconcile",
+    "settled",
+    "without_given_up",
+]
 
 MAX_COUNT = 1 << 48
 """A larger counter comes from a hostile or broken rank. Sums over tens of thousands of ranks still fit 64 bits."""
@@ -83,6 +91,12 @@ def reconcile(
     return SessionTotals(
         page.offered, committed, in_work, {reason: count for reason, count in dropped.items() if count}
     )
+
+
+def without_given_up(page: PageCounters) -> PageCounters:
+    """Return the page without what the rank gave up at its exit. As long as it is here, that counts as in flight."""
+    dropped = {reason: count for reason, count in page.dropped.items() if reason not in _GIVEN_UP}
+    return PageCounters(page.offered, dropped)
 
 
 def settled(row: SessionRow, committed: int) -> SessionRow:

@@ -19,7 +19,7 @@ from capd.errors import ProtocolError
 from capd.server.net.sender import Sender
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.process import RETURN_S, RankProcess
-from capd.server.rank.accounting import PageCounters, SessionTotals, reconcile
+from capd.server.rank.accounting import PageCounters, SessionTotals, reconcile, without_given_up
 from capd.server.rank.arena import Arena
 from capd.server.rank.checks import check_put
 from capd.server.rank.journal import Journal
@@ -316,9 +316,16 @@ class RankSession:
             )
 
     def totals(self) -> tuple[str, SessionTotals]:
-        """Return the state ("live", "ended" or "died") and the counters, as `row` has them."""
+        """Return the state ("live", "ended" or "died") and counters that never go down.
+
+        They are those of `row`, except that a rank which is here has given up nothing: the daemon may still commit it.
+        """
         with self._lock:
-            return "live" if self.alive else self.session.phase.value, self._totals()
+            session = self.session
+            if not self.alive:
+                return session.phase.value, self._totals()
+            page = without_given_up(self._counters())
+            return "live", reconcile(page, len(session.done), session.refused_counts, in_work=None)
 
     @property
     def arena_nbytes(self) -> int:

@@ -425,6 +425,8 @@ class Registry:
     def _forget_old_runs(self) -> None:
         with self._lock:
             quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
+            # An old run that ranks have continued is as new as its last rank.
+            quiet.sort(key=lambda run: run.quiet_since)
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:
                 self._forget(run)
             for run_id, closing in list(self._closings.items()):

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from capd.server.runs.registry import MAX_QUIET_RUNS
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.key import Moment
 from capd_client.protocol.messages import Descriptor, Put
@@ -170,6 +171,63 @@ def test_drops_and_values_are_counted_by_reason_and_kind(start: Start, rank: Ran
     assert value(found, "capd_rank_records_dropped_total", run_id="run", rank="0") == 5
     assert value(found, "capd_records_in_flight", run_id="run") == 1
     assert value(found, "capd_oldest_uncommitted_seconds") == 0
+
+
+def test_what_a_rank_gives_up_at_its_exit_and_the_daemon_commits_is_never_a_drop(
+    start: Start, rank: Rank
+) -> None:
+    where = address_of(start())
+    seen: list[float] = []
+
+    def dropped() -> float:
+        labels = {"run_id": "run", "reason": "not_connected"}
+        seen.append(value(get(where).samples, "capd_records_dropped_total", **labels))
+        return seen[-1]
+
+    def in_flight(count: int) -> None:
+        wait_for(
+            lambda: (
+                get(where).samples.get(("capd_records_in_flight", frozenset({("run_id", "run")}))) == count
+            ),
+            f"{count} in flight",
+        )
+        dropped()
+
+    rank.connect()
+    rank.count(offered=5, not_connected=5)
+    in_flight(5)
+    rank.put(1, 2, 3)
+    rank.expect_acks(1, 2, 3)
+    in_flight(2)
+    rank.bye()
+    wait_for(lambda: dropped() == 2, "two are lost")
+
+    assert set(seen) == {0, 2}
+
+
+def test_counters_of_a_run_that_was_forgotten_go_on(start: Start, runtime_dir: Path) -> None:
+    where = address_of(start())
+    nan = "capd_values_nonfinite_total", frozenset({("run_id", "run"), ("kind", "nan")})
+
+    def capture(run_id: str, sequence: int) -> None:
+        here = Rank(runtime_dir / "s.sock", run_id=run_id, arena_nbytes=1 << 16)
+        here.connect()
+        here.count(offered=1)
+        here.memory[PAGE_NBYTES : PAGE_NBYTES + 8] = struct.pack("<4H", 0x7FC0, 0x7FC0, 0, 0)
+        here.send(Put([Descriptor(sequence, PAGE_NBYTES, 8, 0, (4,), Moment(iteration=sequence))]))
+        here.expect_acks(sequence)
+        here.bye()
+        here.close()
+
+    capture("run", 1)
+    wait_for(lambda: get(where).samples.get(nan) == 2, "the first record")
+    for number in range(MAX_QUIET_RUNS + 1):
+        capture(f"other-{number}", 1)
+    wait_for(lambda: nan not in get(where).samples, "the run is forgotten")
+    capture("run", 2)
+
+    assert wait_for(lambda: get(where).samples.get(nan), "the run is back") >= 2
+    wait_for(lambda: get(where).samples[nan] == 4, "both records")
 
 
 def test_accept_chooses_the_format(start: Start) -> None:

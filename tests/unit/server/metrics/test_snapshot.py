@@ -29,6 +29,14 @@ def test_the_newest_runs_stay_and_an_active_one_before_all_quiet_ones() -> None:
     assert names(runs) == ["3", *map(str, range(200 - MAX_RUNS_SHOWN + 1, 200))]
 
 
+def test_an_old_run_that_ranks_have_continued_is_as_new_as_its_last_rank() -> None:
+    runs = [
+        run(number, quiet_since=1000.0 if number == 3 else 900.0 + number / 1000) for number in range(200)
+    ]
+
+    assert names(runs) == ["3", *map(str, range(200 - MAX_RUNS_SHOWN + 1, 200))]
+
+
 def test_not_even_active_runs_pass_the_limit() -> None:
     runs = [run(number, active=True) for number in range(200)]
 

@@ -143,6 +143,18 @@ def test_forgotten_runs_are_closed_still_count_and_can_be_reopened(
     assert pipeline.run_stats("one").records == 2
 
 
+def test_a_run_that_ranks_have_continued_is_not_the_first_that_is_forgotten(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    for run_id in ("one", "two", "one"):
+        write_and_leave(registry, run_id)
+        wait_until(lambda: registry.tick() or registry.is_quiet())
+    monkeypatch.setattr(module, "MAX_QUIET_RUNS", 1)
+    registry.tick()
+
+    assert [run.run_id for run in registry.runs()] == ["one"]
+
+
 def test_a_run_forgotten_in_the_tick_that_saw_its_seal_end_counts_as_it_was_sealed(
     registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
