@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from typing import Literal
 
 __all__ = ["JsonFormatter", "start_log"]
+
+logger = logging.getLogger(__name__)
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,3 +40,11 @@ def start_log(level: int, form: Literal["text", "json"]) -> None:
         JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s capd %(levelname)s %(message)s")
     )
     logging.basicConfig(level=level, handlers=[handler])
+    threading.excepthook = _log_end
+
+
+def _log_end(args: threading.ExceptHookArgs) -> None:
+    """Log an exception that ends a thread, which would otherwise stand between the entries as plain text."""
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = "?" if args.thread is None else args.thread.name
+        logger.critical("the thread %s ended", name, exc_info=args.exc_value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterable
@@ -35,15 +36,21 @@ class FileSystem:
 
 def process() -> Process:
     """Return the figures of this process."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return Process(
         cpu_s=time.process_time(),
         resident_nbytes=int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_NBYTES,
         # One of them is that of the listing itself.
         open_fds=len(os.listdir("/proc/self/fd")) - 1,
-        started_s=round(time.time() - uptime_s + int(fields[19]) / _TICKS, 1),
+        started_s=_started_s(),
     )
+
+
+@functools.cache
+def _started_s() -> float:
+    """Return the start in seconds since 1970. It is asked once: a step of the clock must not look like a restart."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return round(time.time() - uptime_s + int(fields[19]) / _TICKS, 1)
 
 
 def threads_cpu_s(threads: Iterable[int]) -> float:

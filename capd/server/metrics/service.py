@@ -103,7 +103,7 @@ class Metrics:
             self._server = HttpServer(self._listening.socket, self.answer, name="capd-metrics")
             self._server.start()
         if self._file is not None:
-            self._file.start(lambda: self.page(openmetrics=False, with_process=False))
+            self._file.start(self._file_page)
 
     def tick(self) -> None:
         """Take a new snapshot if the last one is old. Call it from the daemon's clock."""
@@ -167,6 +167,9 @@ class Metrics:
                 "send the token: Authorization: Bearer TOKEN",
                 **{"WWW-Authenticate": "Bearer"},
             )
+        if self.is_stalled:
+            # Old figures must not pass for new ones. Prometheus then sees a daemon that is down.
+            return Response.of(HTTPStatus.SERVICE_UNAVAILABLE, "stalled")
         openmetrics = wants_openmetrics(request.headers)
         kind = text.OPENMETRICS if openmetrics else text.TEXT
         return Response(HTTPStatus.OK, self.page(openmetrics=openmetrics), kind)
@@ -180,9 +183,12 @@ class Metrics:
         used_up = budget.max_disk is not None and snapshot.used_nbytes >= budget.max_disk
         if snapshot.refuses or used_up or disk.free_nbytes <= budget.keep_free_nbytes():
             return "disk_full"
-        if not self._stopping and time.monotonic() - snapshot.taken > _STALLED_S:
-            return "stalled"
-        return None
+        return "stalled" if self.is_stalled else None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the daemon's clock stands still, although the daemon is not stopping."""
+        return not self._stopping and time.monotonic() - self._snapshot.taken > _STALLED_S
 
     def page(self, *, openmetrics: bool, with_process: bool = True) -> bytes:
         """Return the page of the newest snapshot. It is made once, however often it is read."""
@@ -194,6 +200,11 @@ class Metrics:
         body = text.render(families(facts, snapshot), openmetrics=openmetrics)
         self._pages[openmetrics, with_process] = _Page(now, snapshot, body)
         return body
+
+    def _file_page(self) -> bytes:
+        if self.is_stalled:
+            raise TimeoutError("the daemon's clock stands still")
+        return self.page(openmetrics=False, with_process=False)
 
     def _facts(self, snapshot: Snapshot, *, with_process: bool) -> Facts:
         # A counter never goes down, also when the threads have ended.
