@@ -74,11 +74,17 @@ class Collector:
         self._registry, self._pipeline, self._budget, self._listener = registry, pipeline, budget, listener
         self._each_rank, self._clock = each_rank, clock
         self._used_nbytes, self._used_at = 0, -_USED_INTERVAL_S
+        # The most stored bytes of each run so far.
+        self._stored: dict[str, int] = {}
 
     def take(self) -> Snapshot:
         """Return the state of this moment."""
         now = self._clock()
         runs = self._registry.figures(each_rank=self._each_rank)
+        for run in runs:
+            # A chunk that is written anew may be smaller. A counter that goes down looks like a restart.
+            run.stored_nbytes = max(run.stored_nbytes, self._stored.get(run.run_id, 0))
+        self._stored = {run.run_id: run.stored_nbytes for run in runs}
         on_page = shown(runs, now)
         oldest = self._pipeline.oldest_since
         commits, syncs, seals = self._pipeline.durations

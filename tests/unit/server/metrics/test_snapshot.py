@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from capd.server.metrics.snapshot import KEPT_S, MAX_RUNS_SHOWN, shown
+from types import SimpleNamespace
+from typing import Any
+
+from capd.histogram import Histogram
+from capd.server.metrics.snapshot import KEPT_S, MAX_RUNS_SHOWN, Collector, shown
 from capd.server.runs.figures import RunFigures
 
 
@@ -41,3 +45,31 @@ def test_not_even_active_runs_pass_the_limit() -> None:
     runs = [run(number, active=True) for number in range(200)]
 
     assert names(runs) == [str(number) for number in range(200 - MAX_RUNS_SHOWN, 200)]
+
+
+def test_stored_bytes_do_not_follow_a_chunk_that_becomes_smaller() -> None:
+    held: dict[str, int] = {}
+    registry: Any = SimpleNamespace(
+        figures=lambda each_rank: [
+            RunFigures(name, True, 0.0, world_size=1, quant_types=(), raw_nbytes=0, stored_nbytes=nbytes)
+            for name, nbytes in held.items()
+        ]
+    )
+    pipeline: Any = SimpleNamespace(
+        oldest_since=None, durations=(Histogram(), Histogram(), Histogram()), staged_nbytes=0, staging_nbytes=0,
+        encoders=[], failing=False,
+    )  # fmt: skip
+    budget: Any = SimpleNamespace(stored=lambda: 0, refuses=False)
+    listener: Any = SimpleNamespace(connections=0, refused={})
+    collector = Collector(registry, pipeline, budget, listener, each_rank=False, clock=lambda: 0.0)
+
+    def stored(**now: int) -> dict[str, int]:
+        held.clear()
+        held.update(now)
+        return {one.run_id: one.stored_nbytes for one in collector.take().runs}
+
+    assert stored(one=100, two=5) == {"one": 100, "two": 5}
+    assert stored(one=90, two=6) == {"one": 100, "two": 6}
+    assert stored(one=110) == {"one": 110}
+    # A run that was removed and has begun again.
+    assert stored(two=1) == {"two": 1}
