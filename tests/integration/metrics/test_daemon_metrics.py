@@ -130,7 +130,7 @@ def test_counters_equal_those_of_stats_at_rest_and_never_go_down(start: Start, r
         )
         assert value(seen[-1], "capd_sessions", run_id="one", state="died") == 1
         assert value(seen[-1], "capd_sessions", run_id="one", state="ended") == 1
-        assert value(seen[-1], "capd_arena_bytes", run_id="one") == 0
+        wait_for(lambda: value(scrape(), "capd_arena_bytes", run_id="one") == 0, "the arenas are given back")
         wait_for(lambda: value(scrape(), "capd_seal_duration_seconds_count") >= 1, "the seal is counted")
         ranks[2].leave()
     finally:
@@ -356,6 +356,22 @@ def test_a_running_daemon_is_not_disturbed_by_one_that_wants_its_port(
     rank.expect_acks(1)
 
     assert get(where).status == 200
+
+
+def test_scrapes_go_on_while_the_disk_takes_nothing_and_show_the_growing_lag(
+    start: Start, rank: Rank
+) -> None:
+    where = address_of(start(env={**os.environ, "CAPD_FAILPOINTS": "log.before_write=hang"}))
+    rank.connect()
+    rank.count(offered=2)
+    rank.put(1, 2)
+    lags = [wait_for(lambda: value(get(where).samples, "capd_oldest_uncommitted_seconds"), "a lag")]
+    wait_for(
+        lambda: value(get(where).samples, "capd_oldest_uncommitted_seconds") > lags[0] + 1, "a longer lag"
+    )
+
+    assert value(get(where).samples, "capd_records_in_flight", run_id="run") == 2
+    assert get(where, "/healthz").status == 200
 
 
 def test_health_names_a_full_disk_and_recovers(start: Start, rank: Rank) -> None:
