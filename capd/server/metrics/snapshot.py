@@ -1,4 +1,4 @@
-"""The snapshot behind every scrape: the counters of the daemon at one moment.
+"""The snapshot that every scrape reads: the counters of the daemon at one moment.
 
 The daemon's clock takes it, at most once a second. Scrapes only read the newest one. So neither a scrape nor a slow
 reader touches a lock of the pipeline.
@@ -82,7 +82,7 @@ class Collector:
         now = self._clock()
         runs = self._registry.figures(each_rank=self._each_rank)
         for run in runs:
-            # A chunk that is written anew may be smaller. A counter that goes down looks like a restart.
+            # A chunk that is written again may be smaller. A counter that goes down looks like a restart.
             run.stored_nbytes = max(run.stored_nbytes, self._stored.get(run.run_id, 0))
         self._stored = {run.run_id: run.stored_nbytes for run in runs}
         on_page = shown(runs, now)
