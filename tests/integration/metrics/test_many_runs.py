@@ -13,6 +13,7 @@ from tests.kit.tiers import rows
 MAX_SERIES = 64 * 30
 
 
+@pytest.mark.timeout(240)  # 1,600 ranks, one after the other
 @pytest.mark.parametrize(("runs", "ranks"), rows([(70, 1), (200, 8)], [(70, 1)]))
 def test_the_page_is_bounded_after_many_runs(runtime_dir: Path, runs: int, ranks: int) -> None:
     config = runtime_dir / "capd.toml"
