@@ -152,6 +152,12 @@ def _node_lines(node: Plan, plan: Plan) -> Iterator[str]:
         f"; {node['encode_threads']} encode thread(s) in the daemon" if node.get("encode_threads") else ""
     )
     yield f"  memory     arena {human_nbytes(first['arena_bytes'])}{ring} per rank{threads}"
+    arenas, daemon = node["arena_bytes"], node.get("daemon_bytes")
+    own = "" if daemon is None else f", and {human_nbytes(daemon)} to the daemon's"
+    yield (
+        f"  containers add {human_nbytes(arenas)} ({len(ranks)} x {human_nbytes(first['arena_bytes'])}) to the memory "
+        f"limit of the ranks{own}"
+    )
 
 
 def _disk_lines(node: Plan) -> Iterator[str]:

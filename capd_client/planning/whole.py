@@ -54,6 +54,7 @@ def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, A
         "host": ranks[0]["host"],
         "ranks": [rank["rank"] for rank in ranks],
         **sums,
+        "arena_bytes": sum(rank["arena_bytes"] for rank in ranks),
         "bytes_in_all": in_all,
         "bytes_per_hour": per_hour,
         "disk": disk,

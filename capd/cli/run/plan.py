@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _LABEL = len("  memory     ")
+# What a daemon has beside its staging buffers, at most.
+_DAEMON_NBYTES = 256 << 20
 
 
 @grouped
@@ -60,9 +62,9 @@ def plan(
     The table has one line for all layers and experts that are alike, and one table for all ranks that are alike.
     Below it, for each rank: records and bytes of a captured step, the median step time, the time on the
     link, and the captured steps that fit into the arena. The link's speed is max_d2h_gbps, or is measured by a copy
-    of 64 MiB. For each node:
-    bytes in 1,000 steps and per hour, when the disk is full, the speed of the store's disk (a trial of 64 MiB), and
-    memory. Warnings name figures that are too large, and the setting to change.
+    of 64 MiB. For each node: bytes in 1,000 steps and per hour, when the disk is full, the speed of the store's disk
+    (a trial of 64 MiB), memory, and what to add to the memory limits of containers. Warnings name figures that are
+    too large, and the setting to change.
 
     On several nodes, run it on one node for that node's ranks. If CMD itself starts the ranks of all nodes, as srun
     does, --shared plans all of them.
@@ -155,7 +157,7 @@ def _check_seen(
 
 def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dict[str, Any]:
     """Return the plan, with the figures of this node's daemon and disk."""
-    from capd.server.limits import encode_threads
+    from capd.server.limits import encode_threads, staging_within
     from capd_client.planning.disk import disk_plan, write_speed
     from capd_client.planning.whole import whole_plan
 
@@ -166,5 +168,7 @@ def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dic
     }
     found = whole_plan(seen, host=host, disk=disk, ended=ended)
     for node in found["nodes"]:
-        node["encode_threads"] = (settings.threads or encode_threads()) if node["host"] == host else None
+        is_here = node["host"] == host
+        node["encode_threads"] = (settings.threads or encode_threads()) if is_here else None
+        node["daemon_bytes"] = _DAEMON_NBYTES + staging_within(settings.staging_bytes) if is_here else None
     return found

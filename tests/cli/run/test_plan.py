@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from capd.cli.jobs import process_group
 from capd.cli.jobs.startup import Startup
-from capd.cli.run.plan import _check_seen
+from capd.cli.run.plan import _check_seen, _plan
 from capd.cli.run.planned_job import PlannedJob, documents
+from capd.config import DaemonSettings
 from capd.errors import CapdError, NothingMatched
 from capd_client.planning.seen import Calls, IterationSeen, RankSeen, SeriesSeen
 from capd_client.planning.text import plan_lines
@@ -122,3 +124,19 @@ def test_every_json_field_is_documented() -> None:
     )
 
     assert {field for field in fields if f"`{field}`" not in text} == set()
+
+
+def test_a_plan_says_what_containers_need_for_the_arenas_and_the_daemon() -> None:
+    """The kernel charges an arena to its rank, and the staging buffers to the daemon."""
+    plan = _plan([seen(1, host="a"), seen(2, rank=1, host="b")], DaemonSettings(), ended=True)
+    assert [(node["arena_bytes"], node["daemon_bytes"]) for node in plan["nodes"]] == [(1 << 20, None)] * 2
+
+    here = socket.gethostname()
+    plan = _plan(
+        [seen(1, host=here), seen(2, rank=1, host=here)], DaemonSettings(staging_bytes=1 << 20), ended=True
+    )
+    [line] = [line for line in plan_lines(plan) if line.startswith("  containers ")]
+    assert (
+        line
+        == "  containers add 2.0 MiB (2 x 1.0 MiB) to the memory limit of the ranks, and 257.0 MiB to the daemon's"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -196,6 +197,9 @@ def test_the_table_groups_layers_and_names_limits_and_speeds(tmp_path: Path) -> 
         ["layers.*.0", "input", "2"]
     ]
     assert "in 1,000 steps" in done.stdout
+    assert re.search(
+        r"^  containers add .* to the memory limit of the ranks, and .* to the daemon.s$", done.stdout, re.M
+    )
     assert "CAPD_MAX_DISK" in done.stdout.splitlines()[-1]
 
 
