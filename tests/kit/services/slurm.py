@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.kit.daemon import wait_for
 
@@ -60,7 +61,8 @@ class Slurm:
             "SlurmctldLogFile": f"{at}/logs/slurmctld", "SlurmdLogFile": f"{at}/logs/slurmd",
             "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none", "MpiDefault": "none",
             "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
-            "SchedulerType": "sched/backfill", "AccountingStorageType": "accounting_storage/none",
+            "SchedulerType": "sched/backfill", "SchedulerParameters": "sched_interval=2",
+            "AccountingStorageType": "accounting_storage/none",
             "JobAcctGatherType": "jobacct_gather/none", "ReturnToService": "2", "JobRequeue": "1",
             "KillWait": KILL_WAIT_S, "PropagateResourceLimits": "NONE",
             **settings,
@@ -110,6 +112,8 @@ class Slurm:
 
     def submit(self, script: Path | str, *options: str, **environment: str) -> str:
         """Submit a batch script and return the job's id. Its output is `output(job)`."""
+        # A node that still completes the job before takes none, and Slurm looks again only after a while.
+        wait_for(lambda: self.node_state() == "idle", f"a node that takes jobs\n{self.logs()}")
         out = str(self.directory / "logs" / "job-%j.out")
         words = script.split() if isinstance(script, str) else [str(script)]
         return self.run(
@@ -126,14 +130,20 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job)
         return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
 
+    def wait(self, job: str, condition: Callable[[], Any], what: str, timeout_s: float = 90.0) -> Any:
+        """Wait until the condition is true, and return its value. A failure shows the job and its output."""
+        try:
+            return wait_for(condition, what, timeout_s)
+        except AssertionError as error:
+            shown = self.run("scontrol", "show", "job", job, check=False)
+            raise AssertionError(f"{error}\n{shown}\n{self.output(job)}\n{self.logs()}") from None
+
     def wait_end(self, job: str, timeout_s: float = 90.0) -> str:
         """Wait until a job is over, and return its state."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return str(
-            wait_for(
-                lambda: (state := self.field(job, "JobState")) in ended and state,
-                f"the end of job {job}: {self.output(job)}",
-                timeout_s,
+            self.wait(
+                job, lambda: (state := self.field(job, "JobState")) in ended and state, "its end", timeout_s
             )
         )
 
