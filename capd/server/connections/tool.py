@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from capd.metrics import DaemonStats
 from capd.server.net.peer import Peer
 from capd.server.runs.control import Controller
 from capd.server.stopping import StopReport
-from capd_client.protocol.control import Control, Stats, StatsReply
+from capd_client.protocol.control import Control, ControlReply, Stats, StatsReply
 from capd_client.protocol.messages import MAX_FRAME_NBYTES, ClientMessage, DaemonMessage, Ping, Pong, encode
 
 __all__ = ["ToolContext", "serve_tool"]
@@ -49,7 +50,14 @@ def serve_tool(
     while peer.fileno() in peer.wait(context.closing):
         message = peer.receive()
         greeted()
-        if isinstance(message, Control) and message.verb == "shutdown" and message.wait_s:
+        if isinstance(message, Control) and message.verb == "shutdown":
+            if peer.uid != os.getuid():
+                # The users of --allow-uid share the daemon; none of them ends it for the others.
+                peer.send(_not_yours(peer.uid))
+                continue
+            if not message.wait_s:
+                peer.send(_answer(context, peer, message))
+                continue
             awaits_end()
             _shut_down(context, peer, message)
             return
@@ -62,6 +70,14 @@ def _shut_down(context: ToolContext, peer: Peer, message: Control) -> None:
         context.controller.control(message, lambda _: True)
         peer.send(take())
     peer.wait(timeout_s=EXIT_S)
+
+
+def _not_yours(uid: int) -> ControlReply:
+    owner = os.getuid()
+    return ControlReply(
+        "failed",
+        f"uid {uid} may not end this daemon of uid {owner}; ask uid {owner}, or whoever runs its service",
+    )
 
 
 def _answer(context: ToolContext, peer: Peer, message: ClientMessage) -> DaemonMessage:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.daemon import DaemonProcess, Rank, daemons, stored_payloads
+from tests.kit.paths import REPOSITORY
 from tests.kit.processes import capd
+
+# Asks for the end as another user. The interpreter may lie where only root can read, so it imports everything before.
+OTHER_USER = """
+import os, sys
+from pathlib import Path
+from capd.cli.daemon_client import connect
+from capd_client.protocol.control import Control
+os.setgroups([])
+os.setresuid(1001, 1001, 1001)
+for wait_s in (0.0, 60.0):
+    with connect(Path(sys.argv[1])) as tool:
+        reply = tool.control(Control("shutdown", wait_s=wait_s), 60)
+        print(reply.code, reply.message)
+"""
 
 
 @pytest.fixture
@@ -47,6 +65,23 @@ def test_shutdown_of_a_daemon_that_is_not_there_is_exit_code_3(runtime_dir: Path
 
     assert done.returncode == 3
     assert "no daemon at" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_daemon_does_not_end_it(store: Path, runtime_dir: Path) -> None:
+    with daemons() as made:
+        made.append(DaemonProcess(store, runtime_dir / "s.sock", "--allow-uid", "1001"))
+        runtime_dir.chmod(0o711)
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_USER, str(runtime_dir / "s.sock")],
+            capture_output=True, text=True, timeout=120, cwd=REPOSITORY,
+        )  # fmt: skip
+
+        refused = "failed uid 1001 may not end this daemon of uid 0; ask uid 0, or whoever runs its service"
+        assert done.stdout.splitlines() == [refused, refused], done.stderr
+        assert made[0].stats()["runs"] == []
+        assert made[0].stop() == 0
+        assert "stopping (SIGTERM)" in made[0].text()
 
 
 @pytest.mark.slow
