@@ -145,7 +145,7 @@ class Daemon:
                 manager.ready()
                 while not self._stop.wait(_TICK_S):
                     self._tick()
-                manager.stopping(self._pipeline.writer)
+                manager.stopping(self._pipeline.writer, self._shutdown_s)
                 code = self._shut_down()
             # The tools hear it when the store is free for the next daemon.
             self._report.tell(ok=code == 0, text=self._ended)

@@ -98,13 +98,19 @@ class Notifications:
             self._status_at = now
             self._send(f"STATUS={status()}")
 
-    def stopping(self, worker: Worker) -> None:
-        """Report that the daemon stops. From now on a thread asks for more time as long as `worker` progresses."""
+    def stopping(self, worker: Worker, within_s: float) -> None:
+        """Report that the daemon stops. For `within_s` a thread asks for more time as long as `worker` progresses.
+
+        A worker that waits for work progresses, too. After `within_s` the manager's own time limit therefore holds.
+        """
         self._send("STOPPING=1")
         if self._socket is None:
             return
         self._stopping = threading.Thread(
-            target=self._ask_for_time, args=(worker,), name="capd-notify", daemon=True
+            target=self._ask_for_time,
+            args=(worker, time.monotonic() + within_s),
+            name="capd-notify",
+            daemon=True,
         )
         # Without a further thread, the manager's own time limit holds.
         with contextlib.suppress(RuntimeError):
@@ -112,8 +118,8 @@ class Notifications:
             return
         self._stopping = None
 
-    def _ask_for_time(self, worker: Worker) -> None:
-        while True:
+    def _ask_for_time(self, worker: Worker, until: float) -> None:
+        while time.monotonic() < until:
             if self._progressed(worker):
                 self._send(f"EXTEND_TIMEOUT_USEC={_STOP_GAIN_S * 1_000_000}\nWATCHDOG=1")
             if self._stopped.wait(_STOP_LOOK_S):

@@ -36,14 +36,21 @@ def inherited_sockets(environ: MutableMapping[str, str] | None = None) -> dict[s
     and the descriptors are closed at an exec, so that no child process uses them.
 
     Raises:
-        EndpointError: A socket has no name that capd knows, or two have the same.
+        EndpointError: A socket has no name that capd knows, or two have the same; or their number is none.
     """
     environ = os.environ if environ is None else environ
-    pid, count, names = (environ.pop(name, "") for name in _VARIABLES)
+    pid, fds, names = (environ.pop(name, "") for name in _VARIABLES)
     # The variables of a parent are not meant for this process.
-    if pid != str(os.getpid()) or not count.isdigit() or not 1 <= int(count) <= _MAX_SOCKETS:
+    if pid != str(os.getpid()):
         return {}
-    given = (names.split(":") + [""] * int(count))[: int(count)]
+    count = next((number for number in range(_MAX_SOCKETS + 1) if str(number) == (fds or "0")), None)
+    if count is None:
+        # Ranks would wait forever in the queue of a socket that is left out.
+        raise EndpointError(
+            f"the service manager passed {fds[:20]!r} sockets (LISTEN_FDS), capd takes {RANKS} and {METRICS}; "
+            "leave the others out of the .socket unit"
+        )
+    given = (names.split(":") + [""] * count)[:count]
     found: dict[str, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         for fd, name in enumerate(given, _FIRST):
@@ -96,7 +103,13 @@ def ranks_socket(passed: socket.socket, endpoint: Path | None) -> BoundSocket:
             f"the service manager passed unix:{path}, but the endpoint is configured as unix:{endpoint}; "
             "leave --endpoint and CAPD_ENDPOINT out, or change ListenStream="
         )
-    if not path.is_socket():
+    try:
+        is_there = path.is_socket()
+    except PermissionError as error:
+        raise EndpointError(
+            f"the directory of the socket {path} is closed to uid {os.geteuid()}; set DirectoryMode=0755 in its unit"
+        ) from error
+    if not is_there:
         raise EndpointError(
             f"the socket {path} is gone from its directory, so no rank can find it; "
             "`systemctl restart capd.socket` makes it again"

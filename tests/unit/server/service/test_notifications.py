@@ -119,11 +119,19 @@ def test_a_watchdog_of_nobody_here_is_not_fed(manager: Manager, variables: dict[
 def test_a_stop_asks_for_time_while_it_makes_progress(manager: Manager) -> None:
     worker = Worker()
     with notifications(manager) as sender:
-        sender.stopping(worker)
+        sender.stopping(worker, within_s=60)
         assert manager.wait() == "STOPPING=1"
         assert manager.wait() == "EXTEND_TIMEOUT_USEC=15000000\nWATCHDOG=1"
 
     assert manager.messages() == []
+
+
+def test_a_stop_that_takes_longer_than_it_may_asks_for_no_more(manager: Manager) -> None:
+    """An idle worker passes checkpoints, so a stop that hangs elsewhere would never be ended."""
+    with notifications(manager) as sender:
+        sender.stopping(Worker(), within_s=0)
+
+    assert manager.messages() == ["STOPPING=1"]
 
 
 @pytest.mark.parametrize("address", ["", "relative", "/nowhere/at/all"])
@@ -131,7 +139,7 @@ def test_without_a_manager_nothing_happens(address: str) -> None:
     with Notifications({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1"}) as sender:
         sender.ready()
         sender.tick(Worker(), str)
-        sender.stopping(Worker())
+        sender.stopping(Worker(), within_s=60)
 
 
 def test_no_child_process_inherits_the_variables() -> None:

@@ -75,14 +75,35 @@ def test_a_name_that_is_not_clear_is_refused(names: str, words: str, runtime_dir
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "-1"}, {"LISTEN_FDS": "1000"}],
-    ids=["none", "another process's", "negative", "too many"],
+    [{}, {"LISTEN_FDS": "0"}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_PID": ""}],
+    ids=["no number", "none", "another process's", "nobody's"],
 )
 def test_what_is_not_meant_for_this_process_is_not_taken(variables: dict[str, str]) -> None:
     environ = {"LISTEN_PID": str(os.getpid()), **variables}
 
     assert inherited_sockets(environ) == {}
     assert environ == {}
+
+
+@pytest.mark.parametrize("count", ["-1", "1000", "9" * 5000, "²", "1 "])
+def test_a_number_of_sockets_that_is_none_is_refused(count: str) -> None:
+    environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": count}
+
+    with pytest.raises(EndpointError, match="leave the others out") as refused:
+        inherited_sockets(environ)
+    assert len(str(refused.value)) < 200
+    assert environ == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_directory_that_is_closed_to_the_daemon_is_refused(runtime_dir: Path) -> None:
+    with listening(runtime_dir / "r") as passed:
+        os.seteuid(1001)
+        try:
+            with pytest.raises(EndpointError, match="DirectoryMode=0755"):
+                ranks_socket(passed, None)
+        finally:
+            os.seteuid(0)
 
 
 def test_the_path_stays_when_the_daemon_closes_it(runtime_dir: Path) -> None:
