@@ -353,8 +353,8 @@ class RankSession:
         with self._lock:
             return self.session.at_rest
 
-    def release(self) -> None:
-        """Give back the arena and the process handle. The rank is at rest, and its last row is taken.
+    def release_arena(self) -> None:
+        """Give back the arena and keep its last counters. The rank is at rest.
 
         Other objects may still refer to this one, such as the pipeline's last job. They then keep no memory of the
         arena.
@@ -362,6 +362,11 @@ class RankSession:
         with self._lock:
             self._last_page = self._counters()
             self._arena = None
+
+    def release(self) -> None:
+        """Give back the arena and the process handle. The rank is at rest, and its last row is taken."""
+        self.release_arena()
+        with self._lock:
             self.process.follow(None)
 
     # The recovery of a rank that is gone, in a thread of its own

@@ -49,11 +49,15 @@ class Upkeep:
             rank.check_process(grace_s=0.0, return_s=0.0)
         for client, rank in list(run.ranks.items()):
             rank.check_process(grace_s=self._idle_seal_s)
+            # At once: its memory counts for a container that may start again, and the rest may take seconds.
+            # A connection may bring the rank back under this lock.
+            with self._lock:
+                if rank.at_rest:
+                    rank.release_arena()
             # Asked first, so that the row that is then saved has the answer.
             end_is_open = rank.died and rank.process.end_may_follow
             if not self._save(rank, now) or end_is_open:
                 continue
-            # A connection may bring the rank back under this lock.
             with self._lock:
                 if rank.at_rest:
                     run.finished[client] = rank.row()
