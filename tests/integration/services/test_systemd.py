@@ -18,9 +18,17 @@ import pytest
 from tests.kit.daemon import DaemonProcess, daemons, wait_for
 from tests.kit.daemon import Rank as PlainRank
 from tests.kit.paths import REPOSITORY
-from tests.kit.processes import Rank, capd
+from tests.kit.processes import Daemon, Rank, capd
+from tests.kit.tiers import rows
 
 UNITS = REPOSITORY / "deploy" / "systemd"
+# MemoryDenyWriteExecute= of a unit, for the command that follows: PR_SET_MDWE, which newer systemd uses, too.
+NO_WRITABLE_CODE = """
+import ctypes, os, sys
+assert ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+CODECS = ["auto", "default", "fast", "none", "zstd:22", "blosc:lz4:9:noshuffle", "blosc:zstd:9:bitshuffle"]
 # Until the file is there, the socket has no daemon. Then there is one, until it is asked to stop; then the next.
 KEEP = """
 for number in 1 2; do
@@ -244,6 +252,36 @@ def test_the_unit_of_the_node_exposes_little(units: Path) -> None:
     exposure = re.search(r"exposure level for capd.service: ([\d.]+)", done.stdout)
     assert exposure is not None
     assert float(exposure[1]) <= 1.5
+
+
+def _knows_mdwe() -> bool:
+    done = subprocess.run([sys.executable, "-c", NO_WRITABLE_CODE, "true"], capture_output=True)
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(not _knows_mdwe(), reason="PR_SET_MDWE needs Linux 6.3")
+@pytest.mark.parametrize("codec", rows(CODECS, quick=["auto"]))
+def test_the_daemon_needs_no_memory_that_is_writable_and_executable(
+    codec: str, tmp_path: Path, runtime_dir: Path
+) -> None:
+    assert "MemoryDenyWriteExecute=yes" in (UNITS / "capd.service").read_text().splitlines()
+    prefix = (sys.executable, "-c", NO_WRITABLE_CODE)
+    daemon = Daemon(
+        tmp_path / "store", runtime_dir, "--codec", codec, "--metrics", f"unix:{runtime_dir}/m", prefix=prefix
+    ).start()
+    try:
+        assert daemon.process is not None
+        # It is in force: the kernel refuses what the daemon never asks for.
+        refused = "import mmap; mmap.mmap(-1, 4096, prot=7)"
+        assert subprocess.run([*prefix, sys.executable, "-c", refused], capture_output=True).returncode == 1
+        rank = Rank(daemon.endpoint)
+        rank.ask("capture 0 60")
+        assert rank.ask("flush 60")
+        rank.leave()
+        assert "rror" not in daemon.stop()
+    finally:
+        daemon.discard()
+    assert capd("verify", str(tmp_path / "store" / "run.zarr")).returncode == 0
 
 
 def _system_calls(names: list[str], groups: dict[str, list[str]]) -> set[str]:
