@@ -62,7 +62,14 @@ class Arena:
             raise ArenaError(f"cannot map an arena of {nbytes} bytes: {error}") from error
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:PAGE_NBYTES].cast("Q")
-        if not self.is_written(0, PAGE_NBYTES):
+        try:
+            is_counted = self.is_written(0, PAGE_NBYTES)
+        except OSError as error:
+            raise ArenaError(
+                f"this kernel does not tell which bytes of a memfd were written (SEEK_HOLE: {error.strerror}); "
+                "run daemon and ranks outside of this sandbox"
+            ) from error
+        if not is_counted:
             raise ArenaError("the counter page was never written")
         if self._words[0] != COUNTER_MAGIC:
             raise ArenaError(f"the counter page begins with {self._words[0]:#x}, expected {COUNTER_MAGIC:#x}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -182,3 +183,27 @@ def test_the_descriptor_it_asks_goes_with_the_arena(sparse: int) -> None:
     assert arena.is_written(0, 8)
     del arena
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_kernel_that_does_not_tell_holes_is_named(sealed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes with kernels of their own may know no SEEK_HOLE for memfds."""
+
+    def lseek(*_: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as kernel:
+        kernel.setattr("capd.server.rank.written.os.lseek", lseek)
+        with pytest.raises(ArenaError, match="SEEK_HOLE: Invalid argument"):
+            Arena(sealed, NBYTES)
+
+
+def test_memory_that_is_reserved_but_never_written_counts_as_a_hole() -> None:
+    fd = memfd(holes=True, seals=0)
+    try:
+        os.posix_fallocate(fd, 0, NBYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        arena = Arena(fd, NBYTES)
+        assert arena.is_written(0, PAGE_NBYTES)
+        assert not arena.is_written(PAGE_NBYTES, 1)
+    finally:
+        os.close(fd)
