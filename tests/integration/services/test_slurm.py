@@ -158,20 +158,14 @@ def test_a_requeued_job_goes_on_in_its_run_with_the_next_attempts(
     cluster.wait(job, told.exists, "captures")
     cluster.run("scontrol", "requeue", job)
 
-    def restarted() -> bool:
-        # Before it waits, the first life ends.
-        if cluster.field(job, "Restarts") == "1" and cluster.field(job, "JobState") in (
-            "RUNNING",
-            "COMPLETED",
-        ):
-            return True
-        # Slurm lets a requeued job wait for two minutes, counted from the end of its processes.
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-        return False
+    def first_life_ended() -> bool:
+        return cluster.field(job, "JobState") == "PENDING" and cluster.node_state() == "idle"
 
-    cluster.wait(job, restarted, "the restart")
-
+    cluster.wait(job, first_life_ended, "the end of its first life")
+    # Slurm lets a requeued job wait for two minutes. slurmd starts no job in the second in which it killed it.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     assert cluster.wait_end(job, 150) == "COMPLETED", cluster.output(job)
+    assert cluster.field(job, "Restarts") == "1"
     attempts = values(store / f"slurm-{job}.zarr")
     assert sorted(attempts) == [0, 1000]
     assert attempts[1000] == list(range(7))
