@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ def main() -> None:
     assert capd_client.flush(timeout_s=60)
     print(f"rank {os.environ['RANK']}: {capd_client.counters()['committed']} committed", flush=True)
     while len(sys.argv) > 2:
+        # The test reads every record.
+        time.sleep(0.02)
         capture(count)
         count += 1
         if capd_client.flush(timeout_s=1):
