@@ -95,7 +95,8 @@ def test_after_one_flipped_bit_or_a_cut_every_read_is_right_or_an_error(
     caplog.set_level(logging.ERROR)
     image = tmp_path / run.name
     shutil.copytree(run, image)
-    files = sorted(path for path in image.rglob("*") if path.is_file())
+    # One bit of an empty file cannot flip.
+    files = sorted(path for path in image.rglob("*") if path.is_file() and path.stat().st_size)
     assert check(image, truth) == 2 * len(truth)
     chosen = np.random.default_rng(17)
     weights = np.array([min(path.stat().st_size, 60_000) + 2000 for path in files], "f8")
