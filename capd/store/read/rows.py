@@ -14,7 +14,7 @@ from capd.store.read.node import NodeView
 from capd.store.read.recent import Recent
 from capd_client.protocol.key import Moment
 
-__all__ = ["SeriesRows"]
+__all__ = ["NewestAttempts", "SeriesRows"]
 
 _WINDOW = 1024
 # For full rows. The heads of all records are kept.
@@ -23,10 +23,15 @@ H = TypeVar("H", bound=RecordHead)
 
 
 class SeriesRows:
-    """The records 0 ≤ number < `row.records` of a series, filtered by attempt ("all", "latest" or a number)."""
+    """The records 0 ≤ number < `row.records` of a series, filtered by attempt ("all", "latest" or a number).
 
-    def __init__(self, node: NodeView, row: SeriesRow, attempt: int | str = "all") -> None:
-        self._node, self._row, self._attempt = node, row, attempt
+    newest: The newest attempts over all series of the key; None if the key has no other series.
+    """
+
+    def __init__(
+        self, node: NodeView, row: SeriesRow, attempt: int | str = "all", newest: NewestAttempts | None = None
+    ) -> None:
+        self._node, self._row, self._attempt, self._newest = node, row, attempt, newest
         self._rows: Recent[int, dict[int, RecordRow]] = Recent(_KEPT_WINDOWS)
         self._ids: Recent[int, dict[int, RecordHead]] = Recent(sys.maxsize)
 
@@ -36,15 +41,23 @@ class SeriesRows:
         everything = range(self._row.records)
         if self._attempt == "all":
             return everything
-        first, last = self._attempts()
-        if first == last:
-            return everything if self._attempt in ("latest", first) else ()
-        rows = [(number, self._row_of(number).moment) for number in everything]
+        first, last = self.attempts
         if self._attempt == "latest":
-            return list(_latest(rows))
-        return [number for number, moment in rows if moment.attempt == self._attempt]
+            newest = self._newest or NewestAttempts([(self._node, self._row)])
+            if first == newest.last:
+                return everything
+            return [number for number in everything if newest.includes(self._id_of(number).moment)]
+        if first == last:
+            return everything if self._attempt == first else ()
+        return [number for number in everything if self._id_of(number).moment.attempt == self._attempt]
 
-    def _attempts(self) -> tuple[int, int]:
+    def moments(self) -> Iterator[Moment]:
+        """Yield the moments of all records. Raises DamagedRecord if one is not known."""
+        return (self._id_of(number).moment for number in range(self._row.records))
+
+    @cached_property
+    def attempts(self) -> tuple[int, int]:
+        """The first and the last attempt among all records; (0, 0) without records."""
         if self._row.records > _WINDOW:
             return self._node.attempts(self._row.header.path)
         known = [self._id_of(number).moment.attempt for number in range(self._row.records)] or [0]
@@ -89,14 +102,33 @@ class SeriesRows:
         return held[number]
 
 
-def _latest(rows: Iterable[tuple[int, Moment]]) -> Iterator[int]:
-    """Return the numbers of the records that belong to the latest attempt at their moment."""
-    rows = list(rows)
-    newest: dict[tuple[object, ...], int] = {}
-    for _, moment in rows:
-        when = _without_attempt(moment)
-        newest[when] = max(newest.get(when, 0), moment.attempt)
-    return (number for number, moment in rows if moment.attempt == newest[_without_attempt(moment)])
+class NewestAttempts:
+    """The newest attempt at each moment of one key, over all series of it: other dtypes, shapes and nodes, too.
+
+    A job that goes on may run its rank on another node, compute in another dtype, or keep only statistics. Its records
+    are then in another series, and replace those of the earlier attempt all the same.
+    """
+
+    def __init__(self, series: Iterable[tuple[NodeView, SeriesRow]]) -> None:
+        self._series = list(series)
+
+    @cached_property
+    def last(self) -> int:
+        """The last attempt that has a record."""
+        return max(SeriesRows(node, row).attempts[1] for node, row in self._series)
+
+    def includes(self, moment: Moment) -> bool:
+        """Return whether no later attempt has a record of the same moment."""
+        return moment.attempt == self._by_moment[_without_attempt(moment)]
+
+    @cached_property
+    def _by_moment(self) -> dict[tuple[object, ...], int]:
+        newest: dict[tuple[object, ...], int] = {}
+        for node, row in self._series:
+            for moment in SeriesRows(node, row).moments():
+                when = _without_attempt(moment)
+                newest[when] = max(newest.get(when, 0), moment.attempt)
+        return newest
 
 
 def _without_attempt(m: Moment) -> tuple[object, ...]:

@@ -27,7 +27,7 @@ from capd.store.read.elements import ReadTools, RecordReader
 from capd.store.read.node import NodeView
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
-from capd.store.read.rows import SeriesRows
+from capd.store.read.rows import NewestAttempts, SeriesRows
 from capd.store.scan.shown_array import check_array
 from capd_client.protocol.key import Key, Moment
 
@@ -48,16 +48,23 @@ class Series:
     one statistics row per record.
     """
 
-    def __init__(self, node: NodeView, row: SeriesRow, tools: ReadTools, attempt: int | str = "all") -> None:
-        self._node, self._row, self._tools, self._attempt = node, row, tools, attempt
+    def __init__(
+        self,
+        node: NodeView,
+        row: SeriesRow,
+        tools: ReadTools,
+        attempt: int | str = "all",
+        newest: NewestAttempts | None = None,
+    ) -> None:
+        self._node, self._row, self._tools, self._attempt, self._newest = node, row, tools, attempt, newest
 
     def fresh(self) -> Series:
         """Return the same series with empty caches. Everything read through it is freed together with it."""
-        return Series(self._node, self._row, self._tools, self._attempt)
+        return Series(self._node, self._row, self._tools, self._attempt, self._newest)
 
     @cached_property
     def _rows(self) -> SeriesRows:
-        return SeriesRows(self._node, self._row, self._attempt)
+        return SeriesRows(self._node, self._row, self._attempt, self._newest)
 
     @cached_property
     def _reader(self) -> RecordReader:
@@ -92,7 +99,7 @@ class Series:
 
     def of_attempt(self, attempt: int | str) -> Series:
         """Return the same series with the records that `Store.find` keeps for this `attempt`."""
-        return Series(self._node, self._row, self._tools, attempt)
+        return Series(self._node, self._row, self._tools, attempt, self._newest)
 
     @property
     def key(self) -> Key:

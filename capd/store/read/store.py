@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore
-from capd.store.catalog.rows import SessionRow
+from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
 from capd.store.documents.tombstone import RemovedSeries, Tombstone, check_present, removed_series
@@ -26,6 +26,7 @@ from capd.store.documents.zarr_json import run_attributes
 from capd.store.read.elements import ReadTools
 from capd.store.read.node import NodeView
 from capd.store.read.notebook import store_html
+from capd.store.read.rows import NewestAttempts
 from capd.store.read.scalars import Scalar, ScalarRows, read_scalar, scalar_rows
 from capd.store.read.series import Record, Series, import_extra
 from capd_client.protocol.key import Key, Moment
@@ -132,18 +133,23 @@ class Store:
         if attempt == "latest" and all(node.has_one_attempt for node in self._nodes):
             attempt = "all"
         found = []
+        of_key: dict[Key, list[tuple[NodeView, SeriesRow]]] = {}
         for node in self._nodes:
             within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
-            found += [
-                (path, node, row)
-                for path, row in node.series.items()
-                if row.records
-                and path in within
-                and wanted(row.header.key)
-                and (scalars or not row.holds_scalars)
-            ]
+            for path, row in node.series.items():
+                if row.records and wanted(row.header.key) and (scalars or not row.holds_scalars):
+                    of_key.setdefault(row.header.key, []).append((node, row))
+                    if path in within:
+                        found.append((path, node, row))
         found.sort(key=lambda item: item[0])
-        return [Series(node, row, self._tools, attempt) for _, node, row in found]
+        newest = {key: NewestAttempts(group) for key, group in of_key.items() if len(group) > 1}
+        series = [
+            Series(node, row, self._tools, attempt, newest.get(row.header.key)) for _, node, row in found
+        ]
+        if attempt == "latest":
+            # A later attempt may have replaced all records of a series.
+            return [one for one in series if one.header.key not in newest or len(one)]
+        return series
 
     def everything(self, attempt: int | str = "all") -> list[Series]:
         """Return all series with at least one record, of tensors and of scalars. attempt: as in `find`."""
@@ -195,6 +201,11 @@ class Store:
             if (mark := self.removal_of(path)) is not None:
                 raise NoSuchSeries(f"series {path} of {self.path} was {mark}")
             paths = [series.path for series in self.series]
+            if path in paths:
+                raise NoSuchSeries(
+                    f"series {path} of {self.path} has only records that later attempts replaced; "
+                    f'`find(path=..., attempt="all")` has them'
+                )
             raise NoSuchSeries(f"{self.path} has no series {path!r}{_similar(path, paths)}")
         return found[0]
 
