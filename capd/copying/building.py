@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from capd.store.verify.run import verify_run
 __all__ = ["Building", "building"]
 
 _ORDER = "order.json"
+# It names the inode of the complete run. A rename keeps the inode, so a directory of another origin is told apart.
+_COMPLETE = "complete"
 
 
 class Building:
@@ -59,7 +62,8 @@ class Building:
             raise StoreError(
                 f"{self.new} was created in the meantime; move it away, and give the command again"
             )
-        sync_paths([self.run, self.root], self.root)
+        write_file(self.root / _COMPLETE, _inode(self.run))
+        sync_paths([self.run, self.root / _COMPLETE, self.root], self.root)
         rename(self.run, self.new)
         sync_paths([self.new.parent, self.root], self.root)
         failpoint("copy.after_publish")
@@ -86,13 +90,19 @@ def building(new: Path, order: Mapping[str, Any]) -> Iterator[Building]:
     wanted = msgspec.json.encode(dict(order), order="sorted")
     if os.path.lexists(new) and not note.is_file():
         raise ConfigError(f"{new} exists already; give the path of a new run")
+    place = new.parent.resolve()
+    for above in (place, *place.parents):
+        if (above / "zarr.json").is_file():
+            raise ConfigError(
+                f"{new} lies inside of {above}, which is a run already; give a path outside of it"
+            )
     try:
         make_directory(new.parent)
         root.mkdir(mode=0o700, exist_ok=True)
         with directory_lock(root, f"another command is writing {new}; wait for it, or give another path"):
             _check_order(root, note, wanted)
-            built = Building(new, root, is_published=os.path.lexists(new))
-            if built.is_published and built.run.exists():
+            built = Building(new, root, is_published=_is_published(new, root))
+            if os.path.lexists(new) and not built.is_published:
                 raise ConfigError(f"{new} exists already; move it away, or delete {root}")
             yield built
             remove_tree(root)
@@ -102,15 +112,29 @@ def building(new: Path, order: Mapping[str, Any]) -> Iterator[Building]:
         raise full if full is not error else StoreError(f"cannot write {new}: {error.strerror}") from error
 
 
+def _inode(run: Path) -> bytes:
+    return b"%d" % run.lstat().st_ino
+
+
+def _is_published(new: Path, root: Path) -> bool:
+    complete = root / _COMPLETE
+    return os.path.lexists(new) and complete.is_file() and complete.read_bytes() == _inode(new)
+
+
 def _check_order(root: Path, note: Path, wanted: bytes) -> None:
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(f"{root} is a link, or belongs to another user; move it away, or give another path")
     if note.is_file():
         if note.read_bytes() != wanted:
             raise ConfigError(
                 f"{root} holds a copy that was begun with other sources or options; give those again, or delete it"
             )
         return
-    # A killed command may have left a part of it.
     temporary = root / f"{_ORDER}.tmp"
+    # A killed command may have left a part of it, and nothing else.
+    if set(os.listdir(root)) - {temporary.name}:
+        raise ConfigError(f"{root} holds files that are not of a copy; move it away, or give another path")
     write_file(temporary, wanted)
     sync_paths([temporary], root)
     rename(temporary, note)

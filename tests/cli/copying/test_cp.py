@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -248,3 +249,45 @@ def test_a_full_disk_ends_with_its_own_code(source: Path, tmp_path: Path) -> Non
     assert run_capd("cp", source, new, "--series", "*").code == 0
     assert_copied(source, new)
     assert os.listdir(tmp_path) == ["new.zarr"]
+
+
+@pytest.mark.parametrize("options", [(), ("--series", "*")], ids=["files", "records"])
+def test_a_copy_into_a_run_is_refused(capd: Capd, source: Path, options: tuple[str, ...]) -> None:
+    before = sorted(source.rglob("*"))
+    done = capd("cp", source, source / "bf16" / "new.zarr", *options)
+    assert done.code == 2
+    assert "give a path outside of it" in done.err
+    assert sorted(source.rglob("*")) == before
+
+
+def test_a_hidden_directory_of_another_origin_is_neither_used_nor_removed(
+    capd: Capd, source: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new.zarr"
+    hidden(new).mkdir()
+    (hidden(new) / "precious").write_text("kept")
+    done = capd("cp", source, new)
+    assert done.code == 2
+    assert "not of a copy" in done.err
+    assert [path.name for path in hidden(new).iterdir()] == ["precious"]
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    hidden(tmp_path / "other.zarr").symlink_to(elsewhere)
+    done = capd("cp", source, tmp_path / "other.zarr")
+    assert done.code == 2
+    assert "is a link" in done.err
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_directory_that_took_the_place_of_a_killed_copy_is_not_called_complete(
+    capd: Capd, source: Path, tmp_path: Path
+) -> None:
+    new = tmp_path / "new.zarr"
+    assert run_capd("cp", source, new, CAPD_FAILPOINTS="copy.before_rename=kill").code == -signal.SIGKILL
+    shutil.rmtree(hidden(new) / new.name)
+    new.mkdir()
+    done = capd("cp", source, new)
+    assert done.code == 2
+    assert "exists already" in done.err
+    assert list(new.iterdir()) == []
