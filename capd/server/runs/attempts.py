@@ -96,7 +96,8 @@ def shift_of(hello: Hello, members: Sequence[Member], *, idle_s: float, stored: 
     if hello.attempt > top:
         # The job counts on from the attempts of the run, as a collection does.
         return 0
-    newest = max(members, key=lambda one: one.started_ns, default=None)
+    # Each later job has the higher attempts. The clocks of the nodes may disagree about the newest session.
+    newest = max(members, key=lambda one: (one.attempt, one.started_ns), default=None)
     if newest is not None:
         job = [one for one in members if one.shift == newest.shift]
         restarted = hello.attempt > max(one.own for one in job)

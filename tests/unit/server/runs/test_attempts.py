@@ -59,6 +59,12 @@ def member(rank: int = 0, attempt: int = 0, shift: int = 0, **changes: Any) -> M
         ),
         pytest.param({"rank": 1}, [member(runs=None, ended_ns=None)], 0, id="beside a rank of another node"),
         pytest.param({}, [member(runs=None, ended_ns=None)], 1, id="the rank of a node that is gone"),
+        pytest.param(
+            {"rank": 1},
+            [member(started_ns=99), member(attempt=1, shift=1, started_ns=5, ended_ns=None, runs=True)],
+            1,
+            id="after a job whose node had a fast clock",
+        ),
     ],
 )
 def test_a_rank_gets_the_attempt_of_its_job(new: dict[str, Any], members: list[Member], shift: int) -> None:
