@@ -16,7 +16,7 @@ from typing import Any
 
 from capd.errors import StoreError
 from capd.histogram import Histogram
-from capd.server.pipeline.jobs import Booked, Chunks, Refusal, Sink, Task, Tickets
+from capd.server.pipeline.jobs import Booked, Chunks, Refusal, Sink, Task, Tickets, plan_of
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.format.encode import ChunkResult, summarise_small
@@ -166,6 +166,11 @@ class AppendThread(threading.Thread):
         return None
 
     def _write_small(self, tasks: list[Task]) -> None:
+        store = self._runs[tasks[0].job.run_id]
+        for task in tasks:
+            # Others that were planned before it have filled the quota since.
+            if self._is_near(store, task) and task.job.keep_statistics():
+                task.plan = plan_of(store, task.job)
         data = [bytes(task.job.read()) for task in tasks]
         records: list[tuple[Plan, RecordRow, bytes]] = []
         for task, raw, stats in zip(tasks, data, self._summarised(tasks, data), strict=True):
@@ -173,7 +178,10 @@ class AppendThread(threading.Thread):
             row.stats = stats
             kept = raw if stats is None or task.job.descriptor.payload else pack(stats)
             records.append((plan, row, kept))
-        self._runs[tasks[0].job.run_id].commit_small(records)
+        store.commit_small(records)
+
+    def _is_near(self, store: RunStore, task: Task) -> bool:
+        return task.plan is not None and store.usage.is_near(task.plan, task.job.kept_nbytes)
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
         """Return the statistics of small records: the rank's own if it computed them, None if nobody wants any."""
@@ -198,6 +206,16 @@ class AppendThread(threading.Thread):
         row.stats = job.known_statistics()
         if row.stats is None and job.wants_statistics(self._statistics):
             row.stats = StatsRow()
+        if row.stats is not None and job.may_keep_statistics and self._is_near(store, task):
+            for _ in self._merged(task, row):
+                pass
+            # The encode pool has read the whole tensor before.
+            job.keep_statistics()
+            task.plan = plan_of(store, job)
+            plan, only = _planned(task)
+            only.stats = row.stats
+            store.commit_small([(plan, only, pack(row.stats))])
+            return
         store.commit(plan, row, self._merged(task, row))
 
     # -- outcomes

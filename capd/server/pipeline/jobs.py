@@ -14,10 +14,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from capd.store.disk.scratch import Scratch
+from capd.store.format.codec_choice import SAMPLE_NBYTES
+from capd.store.format.dtypes import statistics_of
 from capd.store.format.encode import SliceSource, as_array
 from capd.store.format.frames import StatsRow
 from capd.store.format.geometry import SMALL_NBYTES
 from capd.store.format.packed_statistics import unpack
+from capd.store.run.run_store import RunStore
 from capd.store.shards.series import Plan
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.dtypes import ITEM_NBYTES
@@ -37,6 +40,7 @@ __all__ = [
     "Sink",
     "Task",
     "Tickets",
+    "plan_of",
 ]  # fmt: skip
 
 TURN_NBYTES = 1 << 20
@@ -118,13 +122,18 @@ class RecordJob:
 
         Scalars stay whole, as do records in parts and dtypes whose statistics are not exact.
         """
+        if not self.may_keep_statistics:
+            return False
+        self.descriptor.payload = False
+        return True
+
+    @property
+    def may_keep_statistics(self) -> bool:
+        """Whether `keep_statistics` changes anything."""
         descriptor, define = self.descriptor, self.define
         if not descriptor.payload or descriptor.part is not None or define.dtype in NO_ROW_DTYPES:
             return False
-        if is_scalar(define.key):
-            return False
-        descriptor.payload = False
-        return True
+        return not is_scalar(define.key)
 
     @property
     def kept_nbytes(self) -> int:
@@ -151,6 +160,17 @@ class Task:
     def is_small(self) -> bool:
         """Whether the append thread does all the work: the record is small, and so are the bytes to read."""
         return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
+
+
+def plan_of(store: RunStore, job: RecordJob) -> Plan:
+    """Return the series of the job's record: one of tensors, or one of statistics.
+
+    The codec of a statistics series depends on no sample.
+    """
+    define, shape = job.define, job.descriptor.shape
+    if job.descriptor.payload:
+        return store.plan(define.key, define.dtype, define.attributes, shape, job.read(SAMPLE_NBYTES))
+    return store.plan(define.key, statistics_of(define.dtype), define.attributes, shape, b"")
 
 
 class Booked:

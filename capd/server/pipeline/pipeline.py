@@ -28,13 +28,12 @@ from capd.histogram import Histogram
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.append_thread import AppendThread
 from capd.server.pipeline.gather_thread import GatherThread
-from capd.server.pipeline.jobs import Booked, Lanes, RecordJob, Refusal, Task, Tickets
+from capd.server.pipeline.jobs import Booked, Lanes, RecordJob, Refusal, Task, Tickets, plan_of
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held
-from capd.store.format.codec_choice import SAMPLE_NBYTES
-from capd.store.format.dtypes import statistics_of, stored_type
+from capd.store.format.dtypes import stored_type
 from capd.store.format.encode import ChunkResult, encode_chunk, pieces, summarise_piece
 from capd.store.format.geometry import CHUNK_NBYTES
 from capd.store.run.figures import Durations, NonFinite
@@ -45,7 +44,7 @@ from capd.store.run.usage import Use
 from capd.store.shards.series import Plan
 from capd_client.protocol.counter_page import DropReason
 
-__all__ = ["Pipeline", "plan_of"]
+__all__ = ["Pipeline"]
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +295,7 @@ class Pipeline:
             try:
                 store = self._runs[task.job.run_id]
                 task.plan = plan_of(store, task.job)
-                if store.usage.is_near(task.plan) and task.job.keep_statistics():
+                if store.usage.is_near(task.plan, task.job.kept_nbytes) and task.job.keep_statistics():
                     task.plan = plan_of(store, task.job)
                 planned.append((task, task.plan))
             except Exception as error:
@@ -366,17 +365,6 @@ class Pipeline:
                 self._pool.submit(encode_chunk, record, ordinal, slices, geometry, chain, statistics),
                 nbytes,
             )
-
-
-def plan_of(store: RunStore, job: RecordJob) -> Plan:
-    """Return the series of the job's record: one of tensors, or one of statistics.
-
-    The codec of a statistics series depends on no sample.
-    """
-    define, shape = job.define, job.descriptor.shape
-    if job.descriptor.payload:
-        return store.plan(define.key, define.dtype, define.attributes, shape, job.read(SAMPLE_NBYTES))
-    return store.plan(define.key, statistics_of(define.dtype), define.attributes, shape, b"")
 
 
 def _then(first: Future[None], follow: Callable[[], Future[None]]) -> Future[None]:

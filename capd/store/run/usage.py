@@ -82,20 +82,32 @@ class QuotaUsage:
             return
         new: dict[tuple[str, str], int] = {}
         for plan, nbytes in records:
-            needed = plan.geometry.record_nbytes if plan.is_small else nbytes
+            needed = _needed(plan, nbytes)
             for use in self._of(plan):
                 at = (use.limit, use.of)
                 new[at] = new.get(at, 0) + needed
                 if use.used + new[at] > use.max:
+                    if use.used + needed > use.max:
+                        self._say_once(
+                            "reached", use, "has reached its limit: its records are dropped from now on"
+                        )
                     raise QuotaReached(self._refusal(use, needed))
 
-    def is_near(self, plan: Plan) -> bool:
-        """Return whether only statistics of a record of this plan are to be kept."""
+    def is_near(self, plan: Plan, nbytes: int) -> bool:
+        """Return whether only statistics of a record are to be kept: a limit is near, or cannot hold its raw bytes."""
         if not (self._has_limits and self._quota.keeps_statistics):
             return False
+        needed = _needed(plan, nbytes)
         for use in self._of(plan):
             if use.used >= NEAR * use.max:
                 self._say_once("near", use, "is near its limit: only statistics are kept from now on")
+                return True
+            if use.used + needed > use.max:
+                self._say_once(
+                    "large",
+                    use,
+                    f"has no room for a record of {shown_size(needed)}: only its statistics are kept",
+                )
                 return True
         return False
 
@@ -127,7 +139,6 @@ class QuotaUsage:
         return found
 
     def _refusal(self, use: Use, nbytes: int) -> str:
-        self._say_once("reached", use, "has reached its limit: its records are dropped from now on")
         whose = use.of or f"run {self._name}"
         return (
             f"{use.limit} refuses a record of {shown_size(nbytes)}: {whose} holds {shown_size(use.used)} of the "
@@ -142,3 +153,8 @@ class QuotaUsage:
                 "run %s: %s %s (%s of %s, %s in [quota])",
                 self._name, use.of or "it", then, shown_size(use.used), shown_size(use.max), use.limit,
             )  # fmt: skip
+
+
+def _needed(plan: Plan, nbytes: int) -> int:
+    """Return the bytes that a record of `nbytes` raw bytes takes at most, but for its frames."""
+    return plan.geometry.record_nbytes if plan.is_small else nbytes

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreError
 from capd.server.pipeline import append_thread
-from capd.server.pipeline.jobs import Booked, RecordJob, Task, Tickets
-from capd.server.pipeline.pipeline import plan_of
+from capd.server.pipeline.jobs import Booked, RecordJob, Task, Tickets, plan_of
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk import files as store_files
 from capd.store.disk import open_files, power

@@ -93,3 +93,52 @@ def test_near_the_limit_only_statistics_are_kept_and_scalars_stay_whole(tmp_path
     [statistics] = [s for s in capd.open(writer.run).find() if s.kept == "statistics"]
     assert statistics.records[0].stats.count == RECORD_NBYTES // 4
     assert capd.open(writer.run).scalar("loss").values.tolist() == [2.5]
+
+
+def kept_by(writer: Writer) -> dict[str, int]:
+    return {series.kept: len(series) for series in capd.open(writer.run).find()}
+
+
+def random_floats(nbytes: int) -> Any:
+    return RNG.standard_normal(nbytes // 4).astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (RECORD_NBYTES - 1000, {"statistics": 3}),
+        # Two records are less than 90 %, and a third does not fit.
+        (RECORD_NBYTES * 5 // 2, {"tensor": 2, "statistics": 1}),
+    ],
+    ids=["smaller than a record", "a rest smaller than a record"],
+)
+def test_a_record_that_does_not_fit_leaves_its_statistics(
+    tmp_path: Path, limit: int, kept: dict[str, int]
+) -> None:
+    writer = Writer(tmp_path, codec="none", quota=Quota(run_max=limit))
+    for _ in range(3):
+        writer.put(key("x"), "float32", random_floats(RECORD_NBYTES))
+        writer.flush()
+    assert writer.outcomes.refusals == []
+    writer.close()
+    assert kept_by(writer) == kept
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count"), [(RECORD_NBYTES, 24), (SMALL_NBYTES, 200)], ids=["large", "small"]
+)
+def test_records_that_come_together_at_the_edge_leave_their_statistics(
+    tmp_path: Path, nbytes: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are planned before the first of them is stored, so the plan alone cannot tell."""
+    writer = Writer(tmp_path, codec="none", quota=Quota(run_max=8 << 20))
+    for at in range(count):
+        writer.put(key("x"), "float32", random_floats(nbytes), iteration=at)
+    writer.flush()
+    assert writer.outcomes.refusals == []
+    assert used(writer)["run_max"].used <= 8 << 20
+    writer.close()
+    kept = kept_by(writer)
+    assert kept["tensor"] + kept["statistics"] == count
+    assert kept["tensor"] * nbytes >= 0.8 * (8 << 20)
+    assert "are dropped" not in caplog.text
