@@ -131,7 +131,7 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[str]:
         if disk.get("run_max") == room:
             limit, rest = (
                 "CAPD_RUN_MAX",
-                "from 90 % on only statistics are kept, then the rest is dropped (quota)",
+                "the rest is kept as statistics or dropped (quota), as policy in [quota] says",
             )
         yield (
             f"{amount} {human_nbytes(in_all or node['bytes'])} (raw), and {human_nbytes(room)} may be written to "

@@ -163,6 +163,8 @@ ROWS: list[tuple[str, int, list[Panel]]] = [
         lines("Budget", "Bytes that count against max_disk", "bytes",
               (f"capd_store_used_bytes{{{DAEMON}}}", "{{instance}} used"),
               (f"capd_store_max_disk_bytes{{{DAEMON}}}", "{{instance}} max_disk")),
+        lines("Quota", "The largest share of a quota that a run uses; from 90 % on only statistics are kept",
+              "percentunit", (f"max by (run_id) (capd_run_quota_ratio{{{RUN}}})", "{{run_id}}")),
         lines("Free inodes", "Each series takes some", "short",
               (f"capd_store_free_inodes{{{DAEMON}}}", "{{instance}}")),
     ]),

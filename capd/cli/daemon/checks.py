@@ -180,17 +180,33 @@ def check_quota(settings: DaemonSettings) -> Iterator[Diagnosis]:
     said = [f"{name} {human_nbytes(limit)}" for name, limit in limits.items() if limit is not None]
     if not said:
         return
-    from capd.store.read.store import open_store, runs
+    from capd.store.read.store import runs
 
     detail, share = ", ".join(said), 0.0
     found = runs(settings.store) if settings.store.is_dir() else ()
     if found and settings.run_max is not None:
-        held = open_store(found[-1]).totals().stored_bytes
-        share = held / max(1, settings.run_max)
-        detail += f"; the newest run, {printable(found[-1].stem)}, holds {human_nbytes(held)} ({share:.0%})"
+        newest = f"the newest run, {printable(found[-1].stem)}"
+        try:
+            held = _held_here(found[-1], settings.node)
+        except CapdError as error:
+            detail += f"; {newest}, cannot be read: {error}"
+        else:
+            share = held / max(1, settings.run_max)
+            detail += f"; {newest}, holds {human_nbytes(held)} on this node ({share:.0%})"
     near = share >= _NEAR_QUOTA
     fix = "raise CAPD_RUN_MAX before the run goes on, or begin another run" if near else ""
     yield Diagnosis("quota", "warn" if near else "ok", detail, fix)
+
+
+def _held_here(run: Path, node: str | None) -> int:
+    """Return the bytes of this node's part of a run. Raises CapdError."""
+    from capd.server.daemon import node_name
+    from capd.store.read.store import open_store
+
+    rows = (
+        row for one in open_store(run).nodes if one.name == node_name(node) for row in one.series.values()
+    )
+    return sum(row.stored_bytes for row in rows)
 
 
 def _room(settings: DaemonSettings, free: int, total: int, where: str) -> Iterator[Diagnosis]:

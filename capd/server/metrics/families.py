@@ -167,6 +167,10 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
         each(lambda run: run.arena_nbytes),
     )  # fmt: skip
     yield Family(
+        "capd_run_quota_ratio", "gauge", "The largest share of a quota that the run uses; absent without a quota",
+        [Labelled(run.quota_ratio, _run(run)) for run in runs if run.quota_ratio is not None],
+    )  # fmt: skip
+    yield Family(
         "capd_values_nonfinite_total", "counter",
         "The non-finite values in records with statistics that this daemon committed",
         [

@@ -33,6 +33,7 @@ class RunFigures:
         quiet_since: The time (monotonic) since which no rank has been here.
         sessions: The sessions by state: live, ended, died.
         arena_nbytes: The arenas of the ranks that are here.
+        quota_ratio: The largest share of a quota that is used; None without a quota.
         ranks: The counters by rank, if they were asked for.
     """
 
@@ -49,6 +50,7 @@ class RunFigures:
     committed: int = 0
     in_flight: int = 0
     arena_nbytes: int = 0
+    quota_ratio: float | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     sessions: dict[str, int] = field(default_factory=lambda: {"live": 0, "ended": 0, "died": 0})
     ranks: dict[int, RankFigures] = field(default_factory=dict)

@@ -298,8 +298,10 @@ class Registry:
                     self._pipeline.run_stats(run.run_id),
                     self._pipeline.non_finite(run.run_id),
                 )
+                uses = self._pipeline.uses(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
             figures = run_figures(run, ranks, finished, each_rank=each_rank)
+            figures.quota_ratio = max((use.used / max(1, use.max) for use in uses), default=None)
             figures.nan, figures.inf = values.nan, values.inf
             found.append(figures)
         return found

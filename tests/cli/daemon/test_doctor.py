@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from capd_client.protocol.dtypes import ITEM_NBYTES
-from tests.kit.store.cli import Result
+from capd_client.protocol.key import Moment
+from tests.kit.store.cli import Result, StoreWriter, linear_key
 
 Capd = Callable[..., Result]
 
@@ -52,3 +54,27 @@ def test_the_rank_source_is_named(capd: Capd, tmp_path: Path) -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
     assert "rank 3 of 8 (from env RANK)" in capd("doctor", "--quick", cwd=tmp_path, **environ).out
+
+
+def test_the_quota_of_the_newest_run_is_told_for_this_node(capd: Capd, tmp_path: Path) -> None:
+    assert " quota: " not in capd("doctor", "--quick", cwd=tmp_path).out
+    writer = StoreWriter(tmp_path / "store")
+    writer.put("run", linear_key(), np.zeros((64, 64), "f4"), "float32", Moment(iteration=0))
+    writer.close()
+    environ = {"CAPD_STORE": str(tmp_path / "store"), "CAPD_NODE": "node0", "CAPD_SERIES_MAX": "1GB"}
+
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_RUN_MAX="1GB", **environ).out
+    assert "ok    quota: run_max 953.7 MiB, series_max 953.7 MiB; the newest run, run, holds" in found
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_RUN_MAX="100B", **environ).out
+    assert "warn  quota: run_max 100 B" in found
+    assert "→ raise CAPD_RUN_MAX before the run goes on, or begin another run" in found
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_RUN_MAX="100B", **{**environ, "CAPD_NODE": "n1"}).out
+    assert "holds 0 B on this node (0%)" in found
+
+
+def test_a_run_that_cannot_be_read_does_not_end_the_checks(capd: Capd, tmp_path: Path) -> None:
+    (tmp_path / "store" / "other.zarr").mkdir(parents=True)
+    (tmp_path / "store" / "other.zarr" / "zarr.json").write_text("{}")
+
+    found = capd("doctor", "--quick", cwd=tmp_path, CAPD_STORE=str(tmp_path / "store"), CAPD_RUN_MAX="1GB")
+    assert "the newest run, other, cannot be read: " in found.out

@@ -203,6 +203,19 @@ def test_the_table_groups_layers_and_names_limits_and_speeds(tmp_path: Path) -> 
     assert "CAPD_MAX_DISK" in done.stdout.splitlines()[-1]
 
 
+def test_a_quota_smaller_than_the_selection_is_named(tmp_path: Path) -> None:
+    (tmp_path / "capd.toml").write_text('[quota]\nrun_max = "1KB"\n')
+    command = ("plan", "--iterations", "1", "--", sys.executable, JOB, "1000")
+    done = capd(*command, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "run_max 1000 B" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert "the rest is kept as statistics or dropped (quota)" in last
+    assert last.endswith("Change CAPD_RUN_MAX")
+    assert "CAPD_RUN_MAX" not in capd(*command, cwd=tmp_path, CAPD_RUN_MAX="1TB").stdout
+
+
 def test_a_job_that_asks_for_nothing_fails_or_hangs_is_told_of_and_nothing_is_left(tmp_path: Path) -> None:
     idle = ["sh", "-c", "echo $$; exec sleep 600"]  # which has said so long before the time is over
 

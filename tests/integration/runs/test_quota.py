@@ -13,7 +13,8 @@ import capd
 from capd_client.protocol.counter_page import PAGE_NBYTES, DropReason
 from capd_client.protocol.key import Moment
 from capd_client.protocol.messages import Descriptor, Put
-from tests.kit.daemon import DaemonProcess, Rank, daemons
+from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
+from tests.kit.metrics.scrape import address_of, get
 from tests.kit.store.cli import run_capd
 
 RECORD_NBYTES = 512 << 10
@@ -30,7 +31,7 @@ def serve(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     with daemons() as made:
 
         def start() -> DaemonProcess:
-            config = ("--config", str(tmp_path / "capd.toml"))
+            config = ("--config", str(tmp_path / "capd.toml"), "--metrics", "127.0.0.1:0")
             made.append(DaemonProcess(tmp_path / "store", runtime_dir / "s.sock", *config))
             return made[-1]
 
@@ -74,6 +75,12 @@ def test_a_quota_holds_over_three_restarts_to_one_record(
     said = rank.nacked[12][1]
     assert said.startswith("run_max refuses a record of 0.5 MB: run run holds 6.3 MB of the 6.6 MB")
     rank.count(offered=14, quota=2)
+    [use] = daemon.run_stats("run")["quotas"]
+    ratio = "capd_run_quota_ratio", frozenset({("run_id", "run")})
+    wait_for(
+        lambda: get(address_of(daemon)).samples.get(ratio) == use["used"] / LIMIT,
+        "the page has the use of the quota",
+    )
     stats = run_capd("stats", tmp_path / "store", CAPD_ENDPOINT=f"unix:{runtime_dir / 's.sock'}")
     assert "run_max: 6.0 MiB of 6.2 MiB (96 %)" in stats.out
     assert "2 quota" in stats.out

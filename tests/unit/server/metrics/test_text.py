@@ -32,7 +32,7 @@ def facts(**changes: Any) -> Facts:
 def run(name: str = "run", **changes: Any) -> RunFigures:
     fields: dict[str, Any] = {
         "active": True, "quiet_since": 0.0, "world_size": 8, "quant_types": ("bf16", "mxfp8"),
-        "raw_nbytes": 100, "stored_nbytes": 70, "offered": 9, "committed": 4, "in_flight": 2,
+        "raw_nbytes": 100, "stored_nbytes": 70, "offered": 9, "committed": 4, "in_flight": 2, "quota_ratio": 0.25,
         "dropped": Counter(arena_full=3), "ranks": {0: RankFigures(9, 4, 2, 3, 7)},
     }  # fmt: skip
     return RunFigures(name, **{**fields, **changes})
@@ -102,6 +102,14 @@ def test_every_reason_of_an_active_run_begins_at_zero_and_a_quiet_one_has_those_
     }  # fmt: skip
 
     assert reasons == {"active": {reason.value for reason in DROP_REASONS}, "quiet": {"arena_full"}}
+
+
+def test_a_run_without_a_quota_has_no_ratio() -> None:
+    found = samples(page(run("limited"), run("free", quota_ratio=None)))
+
+    assert {labels: value for (name, labels), value in found.items() if name == "capd_run_quota_ratio"} == {
+        frozenset({("run_id", "limited")}): 0.25
+    }
 
 
 def test_the_slurm_job_is_that_of_the_run_else_that_of_the_daemon() -> None:
