@@ -45,8 +45,11 @@ class Building:
         """The run, as long as it is built."""
         return self.root / self.new.name
 
-    def publish(self) -> None:
+    def publish(self, records: int | None = None) -> None:
         """Check every byte of the run, and give it its name.
+
+        Args:
+            records: The records that it must have; None for a copy of files.
 
         Raises:
             StoreError: The run is damaged, or the name was taken in the meantime.
@@ -56,6 +59,12 @@ class Building:
         if not report.ok:
             raise StoreError(
                 f"the copy is damaged: {report.damaged[0]}; check the source with `capd verify`, and the disk"
+            )
+        if records is not None and report.records != records:
+            # Records whose client is unknown, because their shard lost a COMMIT, cannot be told apart after a kill.
+            raise StoreError(
+                f"the copy holds {report.records} records, not the {records} of its source; delete {self.root}, and give "
+                "the command again"
             )
         failpoint("copy.after_verify")
         if os.path.lexists(self.new):

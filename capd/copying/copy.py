@@ -96,12 +96,14 @@ def copy_run(source: Path, new: Path, part: CopyOptions, progress: Progress, thr
     with building(new, order) as built:
         if built.is_published:
             return planned
+        records = None
         with contextlib.ExitStack() as stack:
             if part.is_whole and is_quiet(source, stack):
                 copy_tree(source, built.run, progress)
             else:
                 planned = _copy_records(source, built.root, new.stem, part, progress, threads)
-        built.publish()
+                records = planned.records
+        built.publish(records)
     return planned
 
 

@@ -91,7 +91,7 @@ def merge_runs(runs: Sequence[Path], new: Path, progress: Progress) -> list[Merg
         with building(new, order) as built:
             if not built.is_published:
                 _write(sources, built, progress)
-                built.publish()
+                built.publish(sum(_said(source).records for source in sources))
     return [_said(source) for source in sources]
 
 

@@ -291,3 +291,24 @@ def test_a_directory_that_took_the_place_of_a_killed_copy_is_not_called_complete
     assert done.code == 2
     assert "exists already" in done.err
     assert list(new.iterdir()) == []
+
+
+def test_a_copy_of_records_without_a_known_client_is_begun_again_after_a_kill(tmp_path: Path) -> None:
+    """They came from shards that lost a COMMIT. Nothing tells which of them the killed command has copied."""
+    writer = StoreWriter(tmp_path / "store")
+    writer.client = bytes(16)
+    for name in ("input", "weight"):
+        for step in range(3):
+            writer._sequence = 0
+            bits = RNG.normal(size=(16, 16)).astype("f4")
+            writer.put("run", linear_key(tensor_name=name), bits, "float32", Moment(iteration=step))
+    run, new = writer.close() / "run.zarr", tmp_path / "new.zarr"
+    killed = run_capd("cp", run, new, "--series", "*", CAPD_FAILPOINTS="copy.after_series=kill")
+    assert killed.code == -signal.SIGKILL
+
+    done = run_capd("cp", run, new, "--series", "*")
+    assert done.code == 1
+    assert f"delete {hidden(new)}, and give the command again" in done.err
+    shutil.rmtree(hidden(new))
+    assert run_capd("cp", run, new, "--series", "*").code == 0
+    assert content(new) == content(run)
