@@ -63,8 +63,8 @@ class Building:
         if records is not None and report.records != records:
             # Records whose client is unknown, because their shard lost a COMMIT, cannot be told apart after a kill.
             raise StoreError(
-                f"the copy holds {report.records} records, not the {records} of its source; delete {self.root}, and give "
-                "the command again"
+                f"the copy holds {report.records} records, not the {records} of its source; delete {self.root}, "
+                "and give the command again"
             )
         failpoint("copy.after_verify")
         if os.path.lexists(self.new):
