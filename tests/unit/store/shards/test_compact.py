@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,38 @@ def test_plain_readers_see_the_same_array(tmp_path: Path) -> None:
     assert array.shape[0] == 15
     for number in range(15):
         assert array[number].tobytes() == series.numpy(number).tobytes()
+
+
+def test_readers_that_a_compaction_overtakes_see_an_error_or_the_right_values(tmp_path: Path) -> None:
+    """A plain reader asks for the index first, then for a chunk: the second answer may come from the new file."""
+    pytest.importorskip("zarr")
+    from zarr import open_array
+    from zarr.abc.store import RangeByteRequest
+    from zarr.storage import LocalStore
+
+    put(tmp_path, 0, 5).close()
+    overtaken: list[int] = []
+
+    class Overtaken(LocalStore):
+        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+            if isinstance(byte_range, RangeByteRequest) and not overtaken:
+                overtaken.append(1)
+                put(tmp_path, 100, 3).close()
+            return await super().get(key, prototype, byte_range)
+
+    run = tmp_path / "run.zarr"
+    [series] = capd.open(run).find(tensor_name="small", attempt="all")
+    want = [series.numpy(n).tobytes() for n in range(5)]
+    [data] = run.glob("*/*/*/*/tensor.forward.small/data")
+    [fresh] = capd.open(run).find(tensor_name="small", attempt="all")
+    array = open_array(Overtaken(data), mode="r")
+    with pytest.raises(ValueError, match="checksum"):
+        array[3]
+    assert overtaken
+    assert [array[n].tobytes() for n in range(5)] == want
+    # capd's own readers look again.
+    assert [series.numpy(n).tobytes() for n in range(5)] == want
+    assert [fresh.numpy(n).tobytes() for n in range(5)] == want
 
 
 def test_few_replaced_bytes_are_not_worth_a_copy(tmp_path: Path) -> None:
