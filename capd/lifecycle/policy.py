@@ -3,6 +3,8 @@
 A run is kept if any rule keeps it, as in restic. The size limit comes last: it removes the oldest of the runs that only
 `keep_within` keeps, or no rule, until the rest fits. Runs that are held (live, pinned), tagged ones and the last
 `keep_last` ones stay whatever their size.
+
+What is no run of one's own, or has no records, is not counted: it takes no place among the last ones.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ __all__ = ["Candidate", "Policy", "Verdict", "age_text", "parse_age", "plan"]
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MOST_S = 1000 * 365 * 86_400.0
+_RECENT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Candidate:
         nbytes: The bytes that it takes.
         tags: Its tags.
         held: Why it cannot be removed, whatever the policy says; "" if it can.
+        is_counted: Whether it is one of the runs that "the last N" and "every run" mean.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Candidate:
     nbytes: int
     tags: tuple[str, ...] = ()
     held: str = ""
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Verdict:
 
 
 def plan(
-    runs: Sequence[Candidate], policy: Policy, now_s: float, *, keep_newest: bool = False
+    runs: Sequence[Candidate], policy: Policy, now_s: float, *, is_unattended: bool = False
 ) -> list[Verdict]:
     """Return the decision about each run.
 
@@ -76,15 +81,18 @@ def plan(
         runs: The runs, the oldest first.
         policy: The rules.
         now_s: The current time, as seconds since 1970.
-        keep_newest: Whether the newest run stays in all cases.
+        is_unattended: Whether nobody looks at the plan. The newest run then stays, and so do those that changed less
+            than an hour ago, because their jobs may continue them.
 
     Returns:
         The decisions in the order of the runs.
     """
-    count = len(runs)
-    found = [
-        _by_rules(run, count - 1 - number, policy, now_s, keep_newest) for number, run in enumerate(runs)
-    ]
+    found: list[Verdict] = []
+    newer = 0
+    for run in reversed(runs):
+        found.append(_by_rules(run, newer, policy, now_s, is_unattended))
+        newer += run.is_counted
+    found.reverse()
     if policy.max_nbytes is None:
         return found
     total = sum(one.run.nbytes for one in found if one.keep)
@@ -97,8 +105,8 @@ def plan(
     return found
 
 
-def _by_rules(run: Candidate, newer: int, policy: Policy, now_s: float, keep_newest: bool) -> Verdict:
-    """Return the decision of all rules but the size. newer: the number of newer runs."""
+def _by_rules(run: Candidate, newer: int, policy: Policy, now_s: float, is_unattended: bool) -> Verdict:
+    """Return the decision of all rules but the size. newer: the number of newer runs that are counted."""
     age_s = max(0.0, now_s - run.ended_s)
     if run.held:
         return Verdict(run, True, run.held)
@@ -107,8 +115,10 @@ def _by_rules(run: Candidate, newer: int, policy: Policy, now_s: float, keep_new
         return Verdict(run, True, f"tag {tag}")
     if policy.keep_last is not None and newer < policy.keep_last:
         return Verdict(run, True, f"one of the last {policy.keep_last}")
-    if keep_newest and not newer:
+    if is_unattended and not newer:
         return Verdict(run, True, "the newest run")
+    if is_unattended and age_s < _RECENT_S:
+        return Verdict(run, True, "changed less than an hour ago")
     if policy.keep_within_s is not None and age_s <= policy.keep_within_s:
         return Verdict(run, True, f"{age_text(age_s)} old", is_fixed=False)
     if policy.keep_last is None and policy.keep_within_s is None and not policy.keep_tags:

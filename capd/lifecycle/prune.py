@@ -24,13 +24,13 @@ class Planned:
     verdict: Verdict
 
 
-def plan_for(root: Path, policy: Policy, *, keep_newest: bool = False) -> list[Planned]:
+def plan_for(root: Path, policy: Policy, *, is_unattended: bool = False) -> list[Planned]:
     """Return the decision about each run of a store root, the oldest first.
 
     Args:
         root: The store root.
         policy: The rules.
-        keep_newest: Whether the newest run stays in all cases.
+        is_unattended: Whether nobody looks at the plan, as in `plan`.
 
     Raises:
         ConfigError: The policy keeps nothing by any rule, or it would remove every run.
@@ -44,14 +44,23 @@ def plan_for(root: Path, policy: Policy, *, keep_newest: bool = False) -> list[P
         )
     # A run that a kill left half removed leaves with the others.
     runs = [facts for facts in inventory(root) if facts.state != "removing"]
-    candidates = [Candidate(one.path.name, one.ended_s, one.nbytes, one.tags, why_held(one)) for one in runs]
-    verdicts = plan(candidates, policy, time.time(), keep_newest=keep_newest)
-    if runs and not any(verdict.keep for verdict in verdicts):
+    candidates = [_candidate(one) for one in runs]
+    verdicts = plan(candidates, policy, time.time(), is_unattended=is_unattended)
+    kept = [verdict.keep for verdict in verdicts if verdict.run.is_counted]
+    if not all(verdict.keep for verdict in verdicts) and not any(kept):
         raise ConfigError(
-            f"these rules keep none of the {len(runs)} runs in {root}, nothing removed; add --keep-last 1, or name "
-            "the runs to `capd rm`"
+            f"these rules keep none of the {len(kept) or len(runs)} runs in {root}, nothing removed; add --keep-last "
+            "1, or name the runs to `capd rm`"
         )
     return [Planned(facts, verdict) for facts, verdict in zip(runs, verdicts, strict=True)]
+
+
+def _candidate(facts: RunFacts) -> Candidate:
+    held = why_held(facts)
+    # The target of a link is counted at its own place.
+    nbytes = 0 if facts.path.is_symlink() else facts.nbytes
+    is_counted = held in ("", "pinned", "live") and facts.records > 0
+    return Candidate(facts.path.name, facts.ended_s, nbytes, facts.tags, held, is_counted)
 
 
 def prune_now(

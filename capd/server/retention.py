@@ -65,7 +65,7 @@ class Retention(threading.Thread):
                 return
 
     def _apply(self) -> None:
-        planned = plan_for(self._root, self._policy, keep_newest=True)
+        planned = plan_for(self._root, self._policy, is_unattended=True)
         reasons = {one.facts.path: one.verdict.reason for one in planned}
         with housekeeping(self._root):
             for facts in prune_now(

@@ -71,7 +71,7 @@ def prune(
     is_from_file = not policy
     if is_from_file:
         policy = load_retention(path=config).policy
-    planned = plan_for(root, policy, keep_newest=is_from_file)
+    planned = plan_for(root, policy, is_unattended=is_from_file)
     going = [one for one in planned if not one.verdict.keep]
     if not as_json:
         if planned:

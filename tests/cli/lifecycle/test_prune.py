@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.store.cli import Result
-from tests.kit.store.removing import files_below
+from tests.kit.store.removing import files_below, small_run
 
 Capd = Callable[..., Result]
 Many = Callable[..., Path]
@@ -112,6 +112,7 @@ def test_without_rules_those_of_the_configuration_hold_and_the_newest_stays(
 
 def test_what_is_no_run_is_not_looked_at(capd: Capd, many: Many) -> None:
     root = many(a=40, b=20)
+    small_run(root, "e", steps=0)
     (root / "data").mkdir()
     (root / "data" / "x").write_text("mine")
     (root / "notes.zarr").mkdir()
@@ -120,11 +121,15 @@ def test_what_is_no_run_is_not_looked_at(capd: Capd, many: Many) -> None:
     )
     (root / "link.zarr").symlink_to(root / "b.zarr")
 
+    emptied = capd("prune", root, "--keep-tag", "misspelt", "--yes")
+    assert (emptied.code, names(root)) == (2, "abelinknotes"), emptied.err
+    assert "keep none of the 2 runs" in emptied.err
+
+    # Neither the link nor the foreign group is the last run, nor is one without records.
     assert capd("prune", root, "--keep-last", "1", "--yes").code == 0
+    assert names(root) == "belinknotes"
     assert (root / "data" / "x").read_text() == "mine"
-    assert (root / "notes.zarr" / "zarr.json").exists()
     assert (root / "link.zarr").is_symlink()
-    assert (root / "b.zarr").exists() or not (root / "a.zarr").exists()
 
 
 @pytest.mark.parametrize("name", ["a.zarr", "nowhere"])

@@ -15,8 +15,9 @@ __all__ = ["age", "files_below", "small_run"]
 
 
 def small_run(root: Path, name: str, *, command: str = "", layers: int = 2, steps: int = 3) -> Path:
-    """Write a sealed run of float32 records: one series for each layer."""
+    """Write a sealed run of float32 records: one series for each layer. Without steps it has no records."""
     writer = StoreWriter(root)
+    writer.open(name)
     for step in range(steps):
         for layer in range(layers):
             key = linear_key(layer=layer, module=f"blocks.{layer}.fc", quant_type="mxfp8")

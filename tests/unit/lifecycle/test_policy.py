@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,9 +56,26 @@ def test_live_and_pinned_runs_stay_whatever_the_rules_say() -> None:
 
 
 def test_the_newest_run_stays_if_asked_for() -> None:
-    assert kept(Policy(keep_within_s=1.0), keep_newest=True) == "e"
-    assert kept(Policy(max_nbytes=0), keep_newest=True) == "e"
+    assert kept(Policy(keep_within_s=1.0), is_unattended=True) == "e"
+    assert kept(Policy(max_nbytes=0), is_unattended=True) == "e"
     assert kept(Policy(keep_within_s=1.0)) == ""
+
+
+def test_a_plan_that_nobody_looks_at_leaves_runs_that_their_jobs_may_continue() -> None:
+    runs = [run("a", 90), run("b", 30 / 1440), run("c", 2), run("d", 1)]
+
+    assert kept(Policy(keep_last=1), runs, is_unattended=True) == "bd"
+    assert kept(Policy(max_nbytes=0), runs, is_unattended=True) == "bd"
+    assert kept(Policy(keep_last=1), runs) == "d"
+
+
+def test_what_is_not_counted_takes_no_place_among_the_last() -> None:
+    foreign = replace(run("x", 0, held="cannot be read"), is_counted=False)
+    runs = [run("a", 9), run("b", 5), replace(run("c", 4), is_counted=False), run("d", 1), foreign]
+
+    assert kept(Policy(keep_last=1), runs) == "dx"
+    assert kept(Policy(keep_last=2), runs) == "bcdx"
+    assert kept(Policy(max_nbytes=0), runs, is_unattended=True) == "dx"
 
 
 def test_each_decision_has_its_reason() -> None:
