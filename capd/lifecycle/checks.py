@@ -11,10 +11,13 @@ from capd.errors import ConfigError, NotAStore, StoreBusy, StoreError
 from capd.lifecycle.inventory import RunFacts, look_at
 from capd.store.documents.tombstone import check_present
 from capd.store.documents.zarr_json import run_attributes
+from capd.store.remove.trash_place import check_trash
 
 __all__ = ["check_held", "check_place", "check_root", "current_user", "why_held"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
+# File names have at most 255 bytes, including the `.series` of the trash.
+_MAX_NAME_NBYTES = 248
 
 
 def current_user() -> str:
@@ -44,7 +47,7 @@ def check_place(run: Path) -> None:
     Raises:
         NotAStore: It is no run of capd.
         ConfigError: It is a symbolic link.
-        StoreError: It belongs to another user, or holds a mount.
+        StoreError: It belongs to another user, holds a mount, has too long a name, or cannot be renamed into the trash.
     """
     if run.is_symlink():
         raise ConfigError(
@@ -62,6 +65,11 @@ def check_place(run: Path) -> None:
         run_attributes(run, removed=True)
     except NotAStore as error:
         raise NotAStore(f"nothing removed, because only a run of capd is: {error}") from error
+    if len(os.fsencode(run.name)) > _MAX_NAME_NBYTES:
+        raise StoreError(
+            f"{run} has more than {_MAX_NAME_NBYTES} bytes in its name, nothing removed; rename it first"
+        )
+    check_trash(run.parent)
     owner = run.stat().st_uid
     if owner != os.geteuid():
         raise StoreError(f"{run} belongs to user {_name(owner)}, nothing removed; that user removes it")

@@ -35,7 +35,9 @@ def housekeeping(root: Path) -> Iterator[None]:
         path = root / ".capd" / "lifecycle.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise StoreError(f"cannot change the runs in {root}: {error.strerror or error}") from error
+        raise StoreError(
+            f"cannot change the runs in {root}: {error.strerror or error}; this user must be able to write {root}/.capd"
+        ) from error
     try:
         while True:
             try:

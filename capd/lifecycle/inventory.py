@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from capd.errors import CapdError
-from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.opening import DamagedCatalog, connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow, head_of
 from capd.store.catalog.sessions import read_sessions
 from capd.store.catalog.totals import log_and_catalog_nbytes
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.disk.run_lock import is_written
+from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.documents.tombstone import tombstone_in
 from capd.store.documents.zarr_json import run_attributes
 
@@ -139,6 +140,10 @@ def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
         records, raw, stored = db.execute(
             "SELECT TOTAL(records), TOTAL(raw_bytes), TOTAL(stored_bytes) FROM series"
         ).fetchone()
+        if not all(0 <= total <= MAX_LENGTH for total in (records, raw, stored)):
+            raise DamagedCatalog(
+                f"the totals in {catalog} are not valid; `capd verify --rebuild-catalog` rebuilds it"
+            )
         facts.records += int(records)
         facts.raw_bytes += int(raw)
         facts.stored_bytes += int(stored)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from capd.errors import ConfigError, StoreError
+from capd.errors import CapdError, ConfigError, StoreError
 from capd.lifecycle.checks import check_root, why_held
 from capd.lifecycle.inventory import RunFacts, inventory
 from capd.lifecycle.policy import Candidate, Policy, Verdict, plan
 from capd.lifecycle.trash import Release, TrashEntry, entries, finish, free, remove_run
 
-__all__ = ["Planned", "free_due", "plan_for", "prune_now"]
+__all__ = ["Planned", "free_due", "plan_for", "prune_now", "still_going"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,31 +63,35 @@ def _candidate(facts: RunFacts) -> Candidate:
     return Candidate(facts.path.name, facts.ended_s, nbytes, facts.tags, held, is_counted)
 
 
+def still_going(planned: Iterable[Planned], now: Iterable[Planned]) -> list[Planned]:
+    """Return the runs that a plan does not keep, without those that a later plan keeps or does not know any more."""
+    going = {one.facts.path for one in now if not one.verdict.keep}
+    return [one for one in planned if not one.verdict.keep and one.facts.path in going]
+
+
 def prune_now(
     root: Path,
-    planned: Iterable[Planned],
+    going: Iterable[Planned],
     by: str,
     release: Release,
     failed: Callable[[Path, Exception], None],
 ) -> Iterator[RunFacts]:
-    """Move the runs that a plan does not keep into the trash. Yield each one that was moved.
+    """Move runs into the trash. Yield each one that was moved.
 
     The caller holds the lock of the store's housekeeping.
 
     Args:
         root: The store root.
-        planned: The plan.
+        going: The runs.
         by: The user that removes the runs.
         release: Asks the daemons that have a run open to let it go.
         failed: Is told of each run that could not be moved. The others go on.
     """
-    finish(root)
-    for one in planned:
-        if one.verdict.keep:
-            continue
+    finish(root, failed)
+    for one in going:
         try:
-            remove_run(one.facts.path, by, release)
-        except (StoreError, ConfigError, OSError) as error:
+            remove_run(one.facts.path, by, release, one.facts)
+        except (CapdError, OSError) as error:
             failed(one.facts.path, error)
             continue
         yield one.facts

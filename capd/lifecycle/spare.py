@@ -81,7 +81,6 @@ def free_spare(root: Path, found: Sequence[Spare], failed: Callable[[Path, Excep
         found: What there is.
         failed: Is told of each part that could not be freed. The others go on.
     """
-    finish(root)
     freed = 0
     for one in found:
         if not one.is_due:
@@ -101,4 +100,6 @@ def free_spare(root: Path, found: Sequence[Spare], failed: Callable[[Path, Excep
             freed += one.nbytes
         except (CapdError, OSError) as error:
             failed(one.place, error)
+    # Last, because it needs some space itself.
+    finish(root, failed)
     return freed

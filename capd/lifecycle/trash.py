@@ -1,8 +1,8 @@
 """The removal of whole runs into the trash, the way back, and the end of what lies there too long.
 
 Remove: tombstone in the run's document → note beside the runs → rename into the trash. A run with a tombstone at its
-old place was left by a kill: `finish` moves it. Free: the entry gets a name that marks it, then shards, then the rest
-go. A marked entry is only freed further. Every step can be repeated.
+old place was left by a kill: `finish` moves it. Free: the entry gets a name that marks it, then it is deleted. A marked
+entry is only freed further. Every step can be repeated.
 
 The callers hold the lock of the store's housekeeping, but for `settle`, which a daemon calls that opens a run.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from capd.errors import NotAStore, StoreBusy, StoreError
+from capd.errors import NO_SPACE, CapdError, NotAStore, StoreBusy, StoreError, StoreFull
 from capd.lifecycle.checks import check_held, check_place
 from capd.lifecycle.inventory import RunFacts, run_paths
 from capd.store.catalog.place import CatalogPlace
@@ -28,7 +28,7 @@ from capd.store.disk.run_document import change_attributes, write_durably
 from capd.store.disk.run_lock import RunLock
 from capd.store.documents.tombstone import Tombstone, note_path, note_payload, tombstone_in
 from capd.store.documents.zarr_json import run_attributes
-from capd.store.remove.trash_place import DELETING, entry_name, new_entry, trash_of
+from capd.store.remove.trash_place import DELETING, check_trash, new_entry, trash_of
 
 __all__ = [
     "KEEP_S",
@@ -100,25 +100,36 @@ def alone_in(run: Path, release: Release) -> Iterator[RunFacts]:
         yield check_held(run, is_alone=True)
 
 
-def remove_run(run: Path, by: str, release: Release) -> Path:
+def remove_run(run: Path, by: str, release: Release, planned: RunFacts | None = None) -> Path:
     """Move a run into the trash. Return its entry there.
 
     Args:
         run: The run.
         by: The user that removes it.
         release: Asks the daemons that have it open to let it go.
+        planned: What was known when its removal was decided. None: whatever the run holds now is removed.
 
     Raises:
-        CapdError: The run may not be removed. The message says why.
+        CapdError: The run may not be removed, or a job continued it in the meantime. The message says why.
         OSError: The disk refused. A later call continues.
     """
-    with alone_in(run, release):
-        mark = tombstone_in(run_attributes(run, removed=True))
-        if mark is None:
-            mark = Tombstone.now(by)
-            failpoint("trash.before_mark")
-            change_attributes(run, lambda capd: capd.update(removed=asdict(mark)))
-        return _move(run, mark)
+    with alone_in(run, release) as facts:
+        if planned is not None and (facts.records, facts.ranks) != (planned.records, planned.ranks):
+            raise StoreBusy(f"{run} was continued in the meantime, nothing removed; decide again")
+        try:
+            mark = tombstone_in(run_attributes(run, removed=True))
+            if mark is None:
+                mark = Tombstone.now(by)
+                failpoint("trash.before_mark")
+                change_attributes(run, lambda capd: capd.update(removed=asdict(mark)))
+            return _move(run, mark)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise StoreFull(
+                f"the disk is full, and a removal first writes some KiB; free the trash with `capd gc {run.parent} "
+                "--all --yes`, or delete another file"
+            ) from error
 
 
 def _move(run: Path, mark: Tombstone) -> Path:
@@ -132,34 +143,62 @@ def _move(run: Path, mark: Tombstone) -> Path:
     sync_paths(make_directory(note.parent), run.parent)
     write_durably(note, note_payload(mark), note.parent / ".note.tmp")
     failpoint("trash.after_note")
-    entry = new_entry(run.parent, entry_name(run.parent, mark))
-    rename(run, entry / run.name)
+    # The entry has the present time. The mark may be old: seven days begin with the move.
+    entry = new_entry(run.parent)
+    try:
+        rename(run, entry / run.name)
+    except FileNotFoundError:
+        # `capd gc` took the empty entry of a daemon for a leftover.
+        entry = new_entry(run.parent)
+        rename(run, entry / run.name)
     sync_paths([entry, run.parent], run.parent)
     failpoint("trash.after_rename")
     return entry
 
 
-def finish(root: Path) -> list[Path]:
-    """Complete the removals of runs that a kill interrupted. Return these runs."""
-    return [run for run in run_paths(root) if settle(run)]
+def finish(root: Path, failed: Callable[[Path, Exception], None]) -> None:
+    """Complete the removals of runs that a kill interrupted.
+
+    Args:
+        root: The store root.
+        failed: Is told of each run that stays. The others go on.
+    """
+    for run in run_paths(root):
+        try:
+            settle(run)
+        except (CapdError, OSError) as error:
+            failed(run, error)
 
 
-def settle(run: Path) -> bool:
-    """Complete the removal of a run that a kill interrupted. Return whether there was one to complete.
+def settle(run: Path) -> None:
+    """Complete the removal of a run, if a kill interrupted one.
 
     Raises:
-        StoreError: Another command removes the run.
+        StoreBusy: Another command removes the run and does not end.
+        StoreError: The trash cannot take it.
         OSError: The disk refused.
     """
+    if run.is_symlink() or _mark_of(run) is None:
+        return
     try:
-        mark = tombstone_in(run_attributes(run, removed=True))
+        lock = RunLock.alone(run, _PATIENCE_S)
+    except (StoreBusy, FileNotFoundError):
+        if _mark_of(run) is None:
+            # Another command completed it.
+            return
+        raise
+    with lock:
+        mark = _mark_of(run)
+        if mark is not None:
+            check_trash(run.parent)
+            _move(run, mark)
+
+
+def _mark_of(run: Path) -> Tombstone | None:
+    try:
+        return tombstone_in(run_attributes(run, removed=True))
     except (NotAStore, OSError):
-        return False
-    if mark is None or run.is_symlink():
-        return False
-    with RunLock.alone(run, _PATIENCE_S):
-        _move(run, mark)
-    return True
+        return None
 
 
 def restore(run: Path) -> None:
@@ -167,13 +206,13 @@ def restore(run: Path) -> None:
 
     Raises:
         NotAStore: The trash has no such run.
-        StoreError: Another run has its name.
+        StoreError: Something else has its name.
         OSError: The disk refused. A later call continues.
     """
-    if run.is_dir():
+    if os.path.lexists(run):
+        if run.is_symlink() or _mark_of(run) is None:
+            raise StoreError(f"{run} is there already; rename it before the removed one is brought back")
         with RunLock.alone(run, _PATIENCE_S):
-            if tombstone_in(run_attributes(run, removed=True)) is None:
-                raise StoreError(f"{run} is there already; rename it before the removed one is brought back")
             # A kill interrupted its removal.
             change_attributes(run, _unmark)
             unlink(note_path(run), missing_ok=True)
@@ -197,17 +236,20 @@ def _unmark(capd: dict[str, object]) -> None:
 
 
 def entries(root: Path) -> list[TrashEntry]:
-    """Return what is in the trash of a store root, the oldest first. What nothing explains is left out."""
+    """Return what is in the trash of a store root, the oldest first. What no removal put there is left out."""
     found: list[TrashEntry] = []
     trash = trash_of(root)
-    for place in sorted(trash.iterdir()) if trash.is_dir() and not trash.is_symlink() else ():
+    is_own = trash.is_dir() and not trash.is_symlink() and not trash.parent.is_symlink()
+    for place in sorted(trash.iterdir()) if is_own else ():
         removed_s = _time_of(place.name)
         if removed_s is None or place.is_symlink() or not place.is_dir():
             continue
-        names = sorted(one.name for one in place.iterdir())
-        name = names[0] if names else ""
+        inside = list(place.iterdir())
+        if len(inside) > 1 or not all(map(_is_removed, inside)):
+            continue
+        name = inside[0].name if inside else ""
         # A kill left an empty one before the run came, or after the run was brought back.
-        is_marked = not names or place.name.endswith(DELETING)
+        is_marked = not inside or place.name.endswith(DELETING)
         is_run = not name.endswith(".series")
         found.append(
             TrashEntry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked)
@@ -215,21 +257,25 @@ def entries(root: Path) -> list[TrashEntry]:
     return found
 
 
+def _is_removed(place: Path) -> bool:
+    """Return whether something in an entry can be a run, or the series of one."""
+    return place.name.endswith((".zarr", ".zarr.series")) and place.is_dir() and not place.is_symlink()
+
+
 def free(entry: TrashEntry) -> int:
-    """Delete what is in an entry of the trash: the shards, then the rest. Return the freed bytes.
+    """Delete what is in an entry of the trash. Symbolic links are not followed. Return the freed bytes.
 
     Raises:
-        OSError: A file cannot be deleted. A later call continues.
+        StoreError: A file cannot be deleted. A later call continues.
+        OSError: The entry cannot be marked.
     """
+    if not entry.name:
+        with contextlib.suppress(OSError):
+            # Not empty any more: a daemon moved a run into it in the meantime.
+            entry.place.rmdir()
+        return 0
     place = entry.place if entry.place.name.endswith(DELETING) else _marked(entry.place)
     failpoint("empty.after_mark")
-    for run in place.iterdir():
-        if run.is_symlink() or not run.is_dir():
-            unlink(run)
-            continue
-        for data in run.glob("*/rank*/layer*/*/*/data"):
-            remove_tree(data)
-    failpoint("empty.after_shards")
     remove_tree(place)
     failpoint("empty.after_tree")
     if place.exists():

@@ -11,7 +11,7 @@ from typing import Any
 
 from capd.lifecycle.inventory import RunFacts
 from capd.store.catalog.rows import SeriesRow
-from capd.store.disk.layout import node_directory
+from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.read.node import NodeView
 
 __all__ = ["FIELDS", "Usage", "spare_files", "usage_by", "walked"]
@@ -90,13 +90,18 @@ def _of_run(facts: RunFacts, rows: Iterable[SeriesRow]) -> Usage:
 
 def spare_files(run: Path) -> Iterator[tuple[Path, int]]:
     """Yield what `capd gc` frees in a run, with its bytes: quarantines and the temporary files of kills."""
-    for node in (run / ".capd").glob("node=*"):
-        directory = node_directory(run, node.name.removeprefix("node="))
-        place = directory / "quarantine"
+    for node in nodes_of(run):
+        directory = node_directory(run, node)
+        # A link leads to files that are not the run's.
+        if directory.is_symlink() or directory.parent.is_symlink():
+            continue
+        place, spool = directory / "quarantine", directory / "spool"
         if place.is_dir() and not place.is_symlink():
             yield place, walked(place)[1]
+        if spool.is_symlink():
+            continue
         for pattern in ("*.tmp", "*.new"):
-            for path in (directory / "spool").glob(pattern):
+            for path in spool.glob(pattern):
                 yield path, walked(path)[1]
 
 

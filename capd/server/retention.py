@@ -65,20 +65,22 @@ class Retention(threading.Thread):
                 return
 
     def _apply(self) -> None:
-        planned = plan_for(self._root, self._policy, is_unattended=True)
-        reasons = {one.facts.path: one.verdict.reason for one in planned}
         with housekeeping(self._root):
+            # The trash first, because a removal needs some space itself.
+            for entry, nbytes in free_due(self._root, _failed):
+                logger.info("[retention] freed %s of %s in the trash", human_nbytes(nbytes), entry.name)
+                if self._stopping.is_set():
+                    return
+            planned = plan_for(self._root, self._policy, is_unattended=True)
+            reasons = {one.facts.path: one.verdict.reason for one in planned}
+            going = [one for one in planned if not one.verdict.keep]
             for facts in prune_now(
-                self._root, planned, f"{current_user()} ([retention])", self._release, _failed
+                self._root, going, f"{current_user()} ([retention])", self._release, _failed
             ):
                 logger.info(
                     "[retention] moved run %s to the trash (%s, %s)",
                     facts.run_id, reasons[facts.path], human_nbytes(facts.nbytes),
                 )  # fmt: skip
-                if self._stopping.is_set():
-                    return
-            for entry, nbytes in free_due(self._root, _failed):
-                logger.info("[retention] freed %s of %s in the trash", human_nbytes(nbytes), entry.name)
                 if self._stopping.is_set():
                     return
 

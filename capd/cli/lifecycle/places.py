@@ -57,7 +57,7 @@ def root_of(store: Path | None) -> Path:
 
 def named_runs(words: list[str]) -> list[Path]:
     """Return the paths of runs: a word without a slash that is no path here is a name in the default store."""
-    return list(dict.fromkeys(_path_of(word) for word in words))
+    return list({path.absolute(): path for path in map(_path_of, words)}.values())
 
 
 def _path_of(word: str) -> Path:
@@ -92,12 +92,18 @@ def released(run: Path) -> bool:
     return True
 
 
-def ask_for(names: list[str]) -> bool:
-    """Ask the person at the terminal to type what is to be removed. Return False without a terminal."""
+def ask_for(names: list[str], kind: str) -> bool:
+    """Ask the person at the terminal to type what is to be removed. Return False without a terminal.
+
+    Args:
+        names: What is to be removed: one is named, several are counted.
+        kind: "run" or "series".
+    """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     wanted = names[0] if len(names) == 1 else str(len(names))
-    what = "the name of the run" if len(names) == 1 else "the number of runs"
+    plural = kind if kind == "series" else f"{kind}s"
+    what = f"the name of the {kind}" if len(names) == 1 else f"the number of {plural}"
     print(f"type {what} ({printable(wanted)}) to remove: ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip() == wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,14 +78,17 @@ def prune(
         if planned:
             print_columns(_columns(planned), wide=wide)
         if going and not yes:
-            yes = ask_for([one.facts.run_id for one in going])
+            yes = ask_for([one.facts.run_id for one in going], "run")
     failed: list[tuple[Path, Exception]] = []
-    freed = _carry_out(root, planned, lambda place, error: failed.append((place, error))) if yes else 0
+    removed, freed = 0, 0
+    if yes:
+        again = partial(plan_for, root, policy, is_unattended=is_from_file)
+        removed, freed = _carry_out(root, planned, again, lambda place, error: failed.append((place, error)))
     if as_json:
         print_json(_plain(planned, yes, failed, freed))
     for place, error in failed:
         say_failed(place, error)
-    _say(root, planned, yes, len(failed), freed)
+    _say(root, planned, yes, removed, freed)
     raise typer.Exit(_code(policy, planned, failed))
 
 
@@ -104,16 +108,25 @@ def _policy(
     return Policy(keep_last, within, size, tuple(keep_tag or ()))
 
 
-def _carry_out(root: Path, planned: list[Planned], failed: Callable[[Path, Exception], None]) -> int:
-    """Remove what the plan does not keep. Return the bytes that the trash freed."""
+def _carry_out(
+    root: Path,
+    planned: list[Planned],
+    again: Callable[[], list[Planned]],
+    failed: Callable[[Path, Exception], None],
+) -> tuple[int, int]:
+    """Remove what the plan does not keep. Return the number of removed runs and the bytes that the trash freed.
+
+    `again` makes the plan again: another command may have tagged or removed a run in the meantime.
+    """
     from capd.lifecycle.checks import current_user
     from capd.lifecycle.house_lock import housekeeping
-    from capd.lifecycle.prune import free_due, prune_now
+    from capd.lifecycle.prune import free_due, prune_now, still_going
 
     with housekeeping(root):
-        for _ in prune_now(root, planned, current_user(), released, failed):
-            pass
-        return sum(nbytes for _, nbytes in free_due(root, failed))
+        # The trash first, because a removal needs some space itself.
+        freed = sum(nbytes for _, nbytes in free_due(root, failed))
+        going = still_going(planned, again())
+        return sum(1 for _ in prune_now(root, going, current_user(), released, failed)), freed
 
 
 def _columns(planned: list[Planned]) -> list[Column]:
@@ -128,7 +141,7 @@ def _columns(planned: list[Planned]) -> list[Column]:
     ]
 
 
-def _say(root: Path, planned: list[Planned], yes: bool, failed: int, freed: int) -> None:
+def _say(root: Path, planned: list[Planned], yes: bool, removed: int, freed: int) -> None:
     going = [one.facts for one in planned if not one.verdict.keep]
     total = human_nbytes(sum(one.nbytes for one in going))
     if not going:
@@ -136,7 +149,11 @@ def _say(root: Path, planned: list[Planned], yes: bool, failed: int, freed: int)
     elif not yes:
         note(f"nothing removed; --yes removes {human_count(len(going), 'run')}, {total}")
     else:
-        note(f"{human_count(len(going) - failed, 'run')} moved to the trash; `capd gc` frees it")
+        note(f"{human_count(removed, 'run')} moved to the trash; `capd gc` frees it")
+        if removed < len(going):
+            note(
+                f"{human_count(len(going) - removed, 'run')} of the plan stayed or went otherwise; see it again"
+            )
     if freed:
         note(f"{human_nbytes(freed)} freed that had been in the trash for seven days")
 

@@ -85,7 +85,7 @@ def _remove_runs(places: list[Path], *, yes: bool, no_trash: bool, wide: bool, a
     if not as_json:
         print_columns(_columns(facts), wide=wide)
     if not yes and not as_json:
-        yes = ask_for([one.run_id for one in facts])
+        yes = ask_for([one.run_id for one in facts], "run")
     if not yes:
         if as_json:
             print_json({"done": False, "removed": [plain_run(one) for one in facts], "failed": []})
@@ -101,7 +101,8 @@ def _remove_runs(places: list[Path], *, yes: bool, no_trash: bool, wide: bool, a
     way_back = (
         "freed" if no_trash else "moved to the trash; `capd gc` frees it, `capd rm --restore` brings it back"
     )
-    note(f"{human_count(len(removed), 'run')} removed, {total} {way_back}")
+    if removed:
+        note(f"{human_count(len(removed), 'run')} removed, {total} {way_back}")
     errors = [error for _, error in failed]
     return next((exit_code_of(error) if isinstance(error, CapdError) else 1 for error in errors), 0)
 
@@ -124,12 +125,11 @@ def _into_trash(
                     for found in entries(root):
                         if found.place == entry:
                             free(found)
+                removed.append(one)
                 # Those that a kill interrupted.
-                finish(root)
+                finish(root, lambda place, error: failed.append((place, error)))
         except (CapdError, OSError) as error:
             failed.append((one.path, error))
-        else:
-            removed.append(one)
     return removed, failed
 
 
@@ -168,7 +168,7 @@ def _remove_series(run: Path, globs: list[str], *, yes: bool, no_trash: bool, as
     paths = _matching(run, globs)
     if not yes and not as_json:
         print_lines(sorted(paths))
-        yes = ask_for([str(len(paths))])
+        yes = ask_for(sorted(paths), "series")
     found: dict[str, Any] = {"done": yes, "series": sorted(paths)}
     if yes:
         root = run.absolute().parent

@@ -12,6 +12,7 @@ from capd.cli.lifecycle.places import RunsArgument, named_runs
 from capd.cli.options import Json, flag
 from capd.cli.output import note, print_json, print_lines
 from capd.errors import ConfigError
+from capd_client.process.text import printable
 
 __all__ = ["pin", "tag", "unpin"]
 
@@ -48,7 +49,7 @@ def tag(
     if as_json:
         print_json({"run": str(place), "tags": left})
     else:
-        print_lines(left)
+        print_lines(map(printable, left))
 
 
 def pin(runs: RunsArgument, as_json: Json = False) -> None:

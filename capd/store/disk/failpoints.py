@@ -70,7 +70,6 @@ NAMES = (
     "trash.after_note",
     "trash.after_rename",
     "empty.after_mark",  # an entry of the trash whose space is freed
-    "empty.after_shards",
     "empty.after_tree",
     "restore.before_rename",  # a run that leaves the trash
     "restore.after_rename",

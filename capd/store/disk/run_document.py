@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from capd.store.disk.files import rename, sync_paths, write_file
+from capd.store.disk.files import new_file, rename, sync_paths, unlink
 from capd.store.documents.zarr_json import read_group, run_attributes
 
 __all__ = ["change_attributes", "write_durably"]
@@ -54,9 +54,15 @@ def write_durably(
     Raises:
         OSError: The file cannot be written. The old one remains.
     """
-    write_file(temporary, payload)
-    if times_ns is not None:
-        os.utime(temporary, ns=times_ns)
-    sync_paths([temporary], temporary.parent)
-    rename(temporary, path)
+    # A link of this name in a run of anybody would lead the write elsewhere.
+    unlink(temporary, missing_ok=True)
+    new_file(temporary, [payload])
+    try:
+        if times_ns is not None:
+            os.utime(temporary, ns=times_ns)
+        sync_paths([temporary], temporary.parent)
+        rename(temporary, path)
+    except BaseException:
+        unlink(temporary, missing_ok=True)
+        raise
     sync_paths([path.parent], path.parent)

@@ -72,18 +72,21 @@ class RunLock:
         Raises:
             StoreBusy: A writer has the run open, or another command removes it.
             StoreError: The file system has no locks.
-            OSError: The lock file cannot be made.
+            OSError: The lock file cannot be made, or the run is not there.
         """
         until = time.monotonic() + patience_s
-        make_directory(run / ".capd")
+        # Without parents: a run that was just removed is not made again.
+        (run / ".capd").mkdir(mode=0o700, exist_ok=True)
         fd = _opened(run, os.O_RDWR | os.O_CREAT)
         try:
             while not _lock(fd, fcntl.F_WRLCK, run):
                 if time.monotonic() >= until:
-                    raise StoreBusy(f"{run} is open: a daemon or another command of capd is writing it")
+                    raise StoreBusy(
+                        f"{run} is open: a daemon or another command of capd is writing it", retry=True
+                    )
                 time.sleep(_RETRY_S)
             if not _is_named(fd, run):
-                raise StoreBusy(f"{run} was removed by another command in the meantime")
+                raise StoreBusy(f"{run} was removed by another command in the meantime", retry=True)
         except BaseException:
             os.close(fd)
             raise

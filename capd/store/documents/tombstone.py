@@ -51,11 +51,6 @@ class Tombstone:
         """Return the mark of a removal at this moment."""
         return cls(datetime.datetime.now(datetime.UTC).strftime(_FORMAT), by)
 
-    @property
-    def time_s(self) -> float:
-        """The time as seconds since 1970."""
-        return datetime.datetime.strptime(self.at, _FORMAT).replace(tzinfo=datetime.UTC).timestamp()
-
     def __str__(self) -> str:
         return f"removed on {self.at[:10]} {self.at[11:16]} UTC by {self.by}"
 
@@ -96,10 +91,11 @@ def _mark(found: Any) -> Tombstone | None:
     if not isinstance(at, str) or not isinstance(by, str) or len(by) > _MAX_USER_CHARS:
         return None
     try:
-        datetime.datetime.strptime(at, _FORMAT)
+        canonical = datetime.datetime.strptime(at, _FORMAT).strftime(_FORMAT)
     except ValueError:
         return None
-    return Tombstone(at, by)
+    # The name of an entry of the trash is made of it.
+    return Tombstone(at, by) if at == canonical else None
 
 
 def removed_series(attributes: Mapping[str, Any], member: str = "removed_series") -> list[RemovedSeries]:

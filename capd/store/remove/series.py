@@ -7,6 +7,7 @@ removal from any step on: the next command that removes something calls it, and 
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from capd.store.disk.run_document import change_attributes
 from capd.store.disk.run_lock import RunLock
 from capd.store.documents.tombstone import RemovedSeries, Tombstone, removed_series
 from capd.store.documents.zarr_json import run_attributes
-from capd.store.remove.trash_place import entry_name, trash_of
+from capd.store.remove.trash_place import check_trash, new_entry, trash_of
 
 __all__ = ["MAX_REMOVED_PATHS", "finish", "finish_removal", "remove_series"]
 
@@ -58,7 +59,13 @@ def remove_series(run: Path, paths: Sequence[str], mark: Tombstone) -> RemovedSe
             f"{run} would name more than {MAX_REMOVED_PATHS:,} removed series; remove the whole run instead"
         )
     records, stored = _check(run, paths)
-    gone = RemovedSeries(mark, entry_name(run.parent, mark), records, stored, tuple(sorted(paths)))
+    check_trash(run.parent)
+    linked = next((path for path in paths if not _is_plain(run, path)), None)
+    if linked is not None:
+        raise StoreError(
+            f"{run / linked} is reached by a symbolic link, nothing removed; replace the link by its target"
+        )
+    gone = RemovedSeries(mark, new_entry(run.parent).name, records, stored, tuple(sorted(paths)))
     failpoint("remove.before_mark")
     change_attributes(run, lambda capd: _append(capd, "removing", gone))
     failpoint("remove.after_mark")
@@ -127,11 +134,17 @@ def _move(run: Path, gone: RemovedSeries) -> None:
     for path in gone.paths:
         source, target = run / path, place / path
         # An entry that is there already was moved before a kill. A daemon may have made the series again.
-        if source.is_dir() and not source.is_symlink() and not target.exists():
+        # A link within the path would move a directory that is not the run's.
+        if source.is_dir() and not target.exists() and _is_plain(run, path):
             touched.update(make_directory(target.parent))
             rename(source, target)
             touched |= {source.parent, target.parent}
     sync_paths(touched, run)
+
+
+def _is_plain(run: Path, path: str) -> bool:
+    """Return whether no directory on the way to a series is a symbolic link."""
+    return os.path.realpath(run / path) == os.path.join(os.path.realpath(run), path)
 
 
 def _forget(run: Path, node: str, paths: Sequence[str]) -> None:

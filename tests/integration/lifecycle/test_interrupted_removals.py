@@ -23,7 +23,7 @@ from tests.kit.store.removing import age, files_below, small_run
 from tests.kit.tiers import rows
 
 WHOLE = ("trash.before_mark", "trash.after_mark", "trash.after_note", "trash.after_rename")
-FREED = ("empty.after_mark", "empty.after_shards", "empty.after_tree")
+FREED = ("empty.after_mark", "empty.after_tree")
 SERIES = (
     "remove.before_mark",
     "remove.after_mark",
@@ -34,7 +34,7 @@ SERIES = (
 BACK = ("restore.before_rename", "restore.after_rename")
 KILLED = {"rm": WHOLE, "rm --no-trash": (*WHOLE, *FREED), "prune": WHOLE, "gc": FREED, "restore": BACK}
 ROWS = [(command, name) for command, names in KILLED.items() for name in names]
-FIRST = [("rm", "trash.after_mark"), ("prune", "trash.after_rename"), ("gc", "empty.after_shards")]
+FIRST = [("rm", "trash.after_mark"), ("prune", "trash.after_rename"), ("gc", "empty.after_mark")]
 
 
 def test_every_failpoint_of_a_removal_is_reached_here() -> None:
