@@ -136,7 +136,7 @@ class RetentionSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    keep_last: Annotated[int, Field(ge=1)] | None = None
+    keep_last: Annotated[int, Field(ge=1, strict=True)] | None = None
     """Number of newest runs that stay."""
     keep_within: Age | None = None
     """Age of a run's last change up to which it stays, such as "30d"."""

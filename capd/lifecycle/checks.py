@@ -33,8 +33,13 @@ def check_root(root: Path) -> None:
 
     Raises:
         NotAStore: It is no directory.
-        ConfigError: It is a symbolic link.
+        ConfigError: It is a symbolic link, or an entry of the trash.
     """
+    if root.absolute().parts[-3:-1] == (".capd", "trash"):
+        raise ConfigError(
+            f"{root} is in the trash; name the directory of runs: `capd gc` frees it, `capd rm --restore RUN` "
+            "brings it back"
+        )
     if root.is_symlink():
         raise ConfigError(f"{root} is a symbolic link; name the directory itself: {os.path.realpath(root)}")
     if not root.is_dir():

@@ -38,6 +38,7 @@ __all__ = [
     "entries",
     "finish",
     "free",
+    "full_disk_told",
     "remove_run",
     "restore",
     "settle",
@@ -116,20 +117,27 @@ def remove_run(run: Path, by: str, release: Release, planned: RunFacts | None = 
     with alone_in(run, release) as facts:
         if planned is not None and (facts.records, facts.ranks) != (planned.records, planned.ranks):
             raise StoreBusy(f"{run} was continued in the meantime, nothing removed; decide again")
-        try:
+        with full_disk_told(run.parent):
             mark = tombstone_in(run_attributes(run, removed=True))
             if mark is None:
                 mark = Tombstone.now(by)
                 failpoint("trash.before_mark")
                 change_attributes(run, lambda capd: capd.update(removed=asdict(mark)))
             return _move(run, mark)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            raise StoreFull(
-                f"the disk is full, and a removal first writes some KiB; free the trash with `capd gc {run.parent} "
-                "--all --yes`, or delete another file"
-            ) from error
+
+
+@contextlib.contextmanager
+def full_disk_told(root: Path) -> Iterator[None]:
+    """Turn an OSError for no space into a StoreFull that says how to make room for a removal."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise StoreFull(
+            f"the disk is full, and a removal first writes some KiB; free the trash with `capd gc {root} --all --yes`, "
+            "or delete another file"
+        ) from error
 
 
 def _move(run: Path, mark: Tombstone) -> Path:

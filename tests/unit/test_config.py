@@ -184,6 +184,7 @@ def test_retention_is_read_from_the_file_alone_and_is_empty_without_it(tmp_path:
     [
         ("keep_lasst = 2", "[retention] keep_lasst: unknown key; did you mean 'keep_last'?"),
         ("keep_last = 0", "[retention] keep_last: "),
+        ("keep_last = true", "[retention] keep_last: "),
         ('keep_within = "soon"', "[retention] keep_within: 'soon' is not an age"),
         ('max_size = "2G"', "[retention] max_size: '2G' is not a size"),
     ],

@@ -15,7 +15,7 @@ from capd.cli.lifecycle.runs import plain_run, size_column, when_text
 from capd.cli.options import Config, Json, Wide, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.table import Column, print_columns
-from capd.errors import CapdError, ConfigError, exit_code_of
+from capd.errors import CapdError, ConfigError, StoreError, exit_code_of
 
 if TYPE_CHECKING:
     from capd.lifecycle.policy import Policy
@@ -88,7 +88,7 @@ def prune(
         print_json(_plain(planned, yes, failed, freed))
     for place, error in failed:
         say_failed(place, error)
-    _say(root, planned, yes, removed, freed)
+    _say(root, planned, removed if yes else None, freed)
     raise typer.Exit(_code(policy, planned, failed))
 
 
@@ -126,6 +126,12 @@ def _carry_out(
         # The trash first, because a removal needs some space itself.
         freed = sum(nbytes for _, nbytes in free_due(root, failed))
         going = still_going(planned, again())
+        for one in planned:
+            # One that is gone was removed by another command, as this plan wanted.
+            if not one.verdict.keep and one not in going and one.facts.path.exists():
+                failed(
+                    one.facts.path, StoreError("it changed after the plan was made, and a rule keeps it now")
+                )
         return sum(1 for _ in prune_now(root, going, current_user(), released, failed)), freed
 
 
@@ -141,19 +147,15 @@ def _columns(planned: list[Planned]) -> list[Column]:
     ]
 
 
-def _say(root: Path, planned: list[Planned], yes: bool, removed: int, freed: int) -> None:
+def _say(root: Path, planned: list[Planned], removed: int | None, freed: int) -> None:
     going = [one.facts for one in planned if not one.verdict.keep]
     total = human_nbytes(sum(one.nbytes for one in going))
     if not going:
         note(f"every run in {root} stays")
-    elif not yes:
+    elif removed is None:
         note(f"nothing removed; --yes removes {human_count(len(going), 'run')}, {total}")
     else:
         note(f"{human_count(removed, 'run')} moved to the trash; `capd gc` frees it")
-        if removed < len(going):
-            note(
-                f"{human_count(len(going) - removed, 'run')} of the plan stayed or went otherwise; see it again"
-            )
     if freed:
         note(f"{human_nbytes(freed)} freed that had been in the trash for seven days")
 

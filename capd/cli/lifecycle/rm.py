@@ -159,7 +159,7 @@ def _restore(places: list[Path], *, as_json: bool) -> None:
 def _remove_series(run: Path, globs: list[str], *, yes: bool, no_trash: bool, as_json: bool) -> None:
     from capd.lifecycle.checks import check_held, check_place, current_user
     from capd.lifecycle.house_lock import housekeeping
-    from capd.lifecycle.trash import alone_in, entries, free
+    from capd.lifecycle.trash import alone_in, entries, free, full_disk_told
     from capd.store.documents.tombstone import Tombstone
     from capd.store.remove.series import remove_series
 
@@ -172,7 +172,7 @@ def _remove_series(run: Path, globs: list[str], *, yes: bool, no_trash: bool, as
     found: dict[str, Any] = {"done": yes, "series": sorted(paths)}
     if yes:
         root = run.absolute().parent
-        with housekeeping(root), alone_in(run.absolute(), released):
+        with housekeeping(root), full_disk_told(root), alone_in(run.absolute(), released):
             gone = remove_series(run.absolute(), sorted(paths), Tombstone.now(current_user()))
         if no_trash:
             with housekeeping(root):

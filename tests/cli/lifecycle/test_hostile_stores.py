@@ -118,6 +118,17 @@ def test_a_restore_of_a_foreign_directory_leaves_nothing_in_it(capd: Capd, many:
     assert list(foreign.iterdir()) == []
 
 
+def test_what_is_in_the_trash_is_no_place_for_commands(capd: Capd, many: Many) -> None:
+    root = many(a=1, b=1)
+    assert capd("rm", root / "a.zarr", "--yes").code == 0
+    [entry] = root.glob(".capd/trash/*")
+    for command in (("rm", entry / "a.zarr"), ("prune", entry, "--keep-last", "1"), ("gc", entry)):
+        found = capd(*command, "--yes")
+        assert (found.code, len(found.err.splitlines())) == (2, 1)
+        assert "is in the trash; name the directory of runs" in found.err
+    assert [path.name for path in entry.iterdir()] == ["a.zarr"]
+
+
 @pytest.mark.slow
 def test_one_run_named_twice_is_removed_once(capd: Capd, many: Many) -> None:
     root = many(a=1, b=1)

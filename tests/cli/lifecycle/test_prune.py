@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.jobs.terminal import Terminal
 from tests.kit.store.cli import Result
 from tests.kit.store.removing import files_below, small_run
 
@@ -65,6 +66,20 @@ def test_the_size_limit_takes_the_oldest(capd: Capd, many: Many) -> None:
     full = capd("prune", root, "--keep-last", "2", "--max-size", str(size), "--yes")
     assert (full.code, names(root)) == (6, "bc")
     assert "more than --max-size" in full.err
+
+
+def test_a_plan_that_waits_for_an_answer_is_made_again(capd: Capd, many: Many) -> None:
+    root = many(a=40, b=20, c=1, d=0.5)
+    with Terminal("prune", root, "--keep-last", "1", "--keep-tag", "paper") as terminal:
+        terminal.until(lambda lines: "to remove:" in "".join(lines))
+        assert capd("tag", root / "a.zarr", "paper").code == 0
+        assert capd("rm", root / "b.zarr", "--yes").code == 0
+        terminal.type("3\n")
+        shown = terminal.read_all()
+        assert terminal.process.wait(60) == 1
+    assert names(root) == "ad"
+    assert "a.zarr stays: it changed after the plan was made, and a rule keeps it now" in shown
+    assert "1 run moved to the trash" in shown
 
 
 def test_pinned_runs_stay(capd: Capd, many: Many) -> None:
