@@ -51,8 +51,8 @@ def prune(
     oldest first. With --max-size alone, all runs stay that fit. Live and pinned runs always stay. Rules that would
     remove every run are refused.
 
-    Without rules, those of [retention] in capd.toml hold, and the newest run stays. What has been in the trash for
-    seven days is freed, too.
+    Without rules, those of [retention] in capd.toml hold. The newest run then stays, and so do runs that changed less
+    than an hour ago. What has been in the trash for seven days is freed, too.
 
     \b
     Examples:

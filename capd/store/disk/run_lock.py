@@ -82,7 +82,8 @@ class RunLock:
             while not _lock(fd, fcntl.F_WRLCK, run):
                 if time.monotonic() >= until:
                     raise StoreBusy(
-                        f"{run} is open: a daemon or another command of capd is writing it", retry=True
+                        f"{run} is open: a daemon or another command is writing it; try again after it",
+                        retry=True,
                     )
                 time.sleep(_RETRY_S)
             if not _is_named(fd, run):

@@ -6,13 +6,17 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from capd.lifecycle.inventory import look_at
+from capd.lifecycle.trash import entries
 from capd.store.read.store import open_store
+from capd_client.protocol.messages import Reject
 from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
 from tests.kit.store.cli import run_capd
 from tests.kit.store.removing import age, files_below, small_run
@@ -138,23 +142,52 @@ def test_a_writer_completes_an_interrupted_removal_and_begins_a_new_run(
     assert {name for name in content if found.get(name) != content[name]} == {"zarr.json"}
 
 
+@pytest.mark.slow
+def test_a_rank_that_comes_during_a_removal_may_try_again(
+    started: list[DaemonProcess], tmp_path: Path, runtime_dir: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    old = small_run(store, "job")
+    command = [sys.executable, "-m", "capd", "rm", str(old), "--yes"]
+    hang = {**os.environ, "CAPD_FAILPOINTS": "trash.after_mark=hang"}
+    with subprocess.Popen(command, env=hang, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as removal:
+        wait_for(lambda: look_at(old).state == "removing", "the removal has begun")
+        daemon = serve(started, store, runtime_dir)
+        rank = Rank(daemon.path, run_id="job")
+        answer = rank.open()
+        rank.close()
+        removal.kill()
+    assert isinstance(answer, Reject)
+    assert (answer.retry, "is open" in answer.message) == (True, True)
+
+    again = captured(daemon, "job", count=3)
+    again.bye()
+    again.close()
+    assert daemon.stop() == 0
+    assert (look_at(old).records, [entry.name for entry in entries(store)]) == (3, ["job.zarr"])
+    assert run_capd("verify", old).code == 0
+
+
 def test_the_daemon_removes_by_retention_with_a_line_for_each_and_never_the_newest(
     started: list[DaemonProcess], tmp_path: Path, runtime_dir: Path
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
     one = small_run(store, "a")
-    for name, days in (("b", 30), ("c", 20), ("d", 10)):
+    for name, days in (("b", 30), ("c", 20), ("e", 0.01), ("d", 10)):
         shutil.copytree(one, store / f"{name}.zarr")
         age(store / f"{name}.zarr", days)
     age(one, 40)
     assert run_capd("pin", store / "b.zarr").code == 0
     config = tmp_path / "capd.toml"
-    config.write_text('[retention]\nkeep_within = "1h"\n')
+    # The document of `e` is older than that of `d`, which is the newest run, but a job has just changed it.
+    os.utime(store / "e.zarr" / "zarr.json", (0, 0))
+    config.write_text("[retention]\nkeep_last = 1\n")
     daemon = serve(started, store, runtime_dir, "--config", str(config))
     wait_for(lambda: daemon.text().count("[retention] moved run") == 2, "two runs are removed")
 
-    assert sorted(path.name for path in store.glob("*.zarr")) == ["b.zarr", "d.zarr"]
+    assert sorted(path.name for path in store.glob("*.zarr")) == ["b.zarr", "d.zarr", "e.zarr"]
     rank = captured(daemon, "live")
     rank.bye()
     rank.close()
