@@ -90,10 +90,13 @@ class RunFacts:
 def run_paths(root: Path) -> list[Path]:
     """Return the runs of a store root, the oldest first, as the reading commands order them.
 
-    A directory that ends in `.zarr` and is no run is not among them.
+    A directory that ends in `.zarr` and is no run is not among them, nor is a link to another one of them.
     """
     found: list[tuple[int, str, Path]] = []
+    place = os.path.realpath(root)
     for document in root.glob("*.zarr/zarr.json"):
+        if document.parent.is_symlink() and os.path.dirname(os.path.realpath(document.parent)) == place:
+            continue
         with contextlib.suppress(OSError):
             found.append((document.stat().st_mtime_ns, document.parent.name, document.parent))
     return [path for _, _, path in sorted(found)]

@@ -94,6 +94,17 @@ def test_du_counts_from_the_catalogs_and_the_check_from_the_disk(capd: Capd, man
     )
 
 
+def test_a_link_to_a_run_is_not_counted_again(capd: Capd, many: Many, one_run: Path) -> None:
+    root = many(a=40, b=1)
+    (root / "latest.zarr").symlink_to("b.zarr")
+    (root / "apart.zarr").symlink_to(one_run)
+
+    listed = capd("runs", root, "--json").json
+    assert sorted(one["run"] for one in listed) == ["a", "apart", "b"]
+    counted = capd("du", root, "--json").json["groups"]
+    assert sorted(one["run"] for one in counted) == ["a", "apart", "b"]
+
+
 def test_gc_frees_quarantine_leftovers_and_the_trash_after_seven_days(capd: Capd, many: Many) -> None:
     root = many(a=40, b=20, c=1)
     node = root / "a.zarr" / ".capd" / "node=node0"
