@@ -127,16 +127,17 @@ def remove_run(run: Path, by: str, release: Release, planned: RunFacts | None = 
 
 
 @contextlib.contextmanager
-def full_disk_told(root: Path) -> Iterator[None]:
-    """Turn an OSError for no space into a StoreFull that says how to make room for a removal."""
+def full_disk_told(root: Path, *, is_removal: bool = True) -> Iterator[None]:
+    """Turn an OSError for no space into a StoreFull that says how to make room."""
     try:
         yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
+        # For a restore the trash must stay.
+        first = f"free the trash with `capd gc {root} --all --yes`, or " if is_removal else ""
         raise StoreFull(
-            f"the disk is full, and a removal first writes some KiB; free the trash with `capd gc {root} --all --yes`, "
-            "or delete another file"
+            f"the disk is full, and some KiB must be written first; {first}delete another file"
         ) from error
 
 
@@ -215,6 +216,7 @@ def restore(run: Path) -> None:
     Raises:
         NotAStore: The trash has no such run.
         StoreError: Something else has its name.
+        StoreFull: The disk is full.
         OSError: The disk refused. A later call continues.
     """
     if os.path.lexists(run):
@@ -229,7 +231,8 @@ def restore(run: Path) -> None:
     if not found:
         raise NotAStore(f"no run {run.name} in the trash of {run.parent}; `capd gc {run.parent}` lists it")
     newest = max(found, key=lambda one: (one.removed_s, one.place.name))
-    change_attributes(newest.place / run.name, _unmark)
+    with full_disk_told(run.parent, is_removal=False):
+        change_attributes(newest.place / run.name, _unmark)
     failpoint("restore.before_rename")
     rename(newest.place / run.name, run)
     sync_paths([newest.place, run.parent], run.parent)

@@ -54,12 +54,14 @@ def test_a_full_disk_frees_the_trash_first(many: Many, tmp_path: Path) -> None:
         f"{words('rm', disk / 'a.zarr', '--yes')}\n"
         f"dd if=/dev/zero of={disk}/fill bs=4k 2>/dev/null || true\n"
         f"{words('prune', disk, '--keep-last', '1', '--yes')} && exit 9; test $? = 6\n"
+        f"{words('rm', disk / 'a.zarr', '--restore')} && exit 9; test $? = 6\n"
         f"test -f {disk}/b.zarr/zarr.json; test ! -e {disk}/b.zarr/.capd/document.tmp\n"
         f"{words('gc', disk, '--all', '--yes')}; {words('prune', disk, '--keep-last', '1', '--yes')}\n"
         f"ls {disk}"
     )
     assert done.returncode == 0, done.stderr
-    assert "the disk is full, and a removal first writes some KiB; free the trash" in done.stderr
+    assert "the disk is full, and some KiB must be written first; free the trash" in done.stderr
+    assert "must be written first; delete another file" in done.stderr
     assert done.stdout.splitlines()[-2:] == ["c.zarr", "fill"]
 
 
