@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from capd.errors import ConfigError, NotAStore
 from capd.lifecycle.house_lock import housekeeping
 from capd.store.disk.run_document import change_attributes
+from capd.store.disk.run_lock import RunLock
 from capd.store.documents.zarr_json import run_attributes
 
 __all__ = ["pin_run", "tag_run", "tags_of"]
 
 _TAG = re.compile(r"[\w][\w.:@+-]{0,63}")
 _MAX_TAGS = 64
+_PATIENCE_S = 30.0
 
 
 def tags_of(run: Path) -> list[str]:
@@ -57,12 +60,15 @@ def pin_run(run: Path, *, pinned: bool) -> None:
         change_attributes(run, lambda capd: _set(capd, "pinned", pinned))
 
 
-def _changing(run: Path) -> Any:
+@contextlib.contextmanager
+def _changing(run: Path) -> Iterator[None]:
     if not run.is_dir():
         raise NotAStore(f"{run} is no run directory; `capd runs` lists the runs")
     # Nothing is written beside a directory that is no run.
     run_attributes(run)
-    return housekeeping(run.absolute().parent)
+    # A daemon that completes a removal of series changes the document, too. It holds the run alone.
+    with housekeeping(run.absolute().parent), RunLock.shared(run, _PATIENCE_S):
+        yield
 
 
 def _set(capd: dict[str, Any], member: str, value: bool | Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from capd.errors import NotAStore, StoreBusy, StoreError, StoreFull
-from capd.lifecycle import checks, trash
+from capd.lifecycle import checks, marks, trash
 from capd.lifecycle.checks import check_place
 from capd.lifecycle.inventory import look_at
 from capd.lifecycle.policy import Policy
@@ -286,6 +286,21 @@ def test_a_run_that_was_tagged_or_continued_after_the_plan_stays(original: Path,
         for error in failed
     ] == [True]
     assert sorted(path.stem for path in root.glob("*.zarr")) == ["a", "b", "c"]
+
+
+def test_a_pin_waits_for_a_daemon_that_changes_the_document(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marks, "_PATIENCE_S", 0.0)
+    run = root / "a.zarr"
+    before = files_below(run)
+    with RunLock.alone(run), pytest.raises(StoreBusy, match="is being removed; try again"):
+        marks.pin_run(run, pinned=True)
+    assert files_below(run) == before
+    # A writer does not hinder it.
+    with RunLock.shared(run):
+        marks.pin_run(run, pinned=True)
+    assert look_at(run).is_pinned
 
 
 def test_a_full_disk_is_told_with_a_way_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
