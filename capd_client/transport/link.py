@@ -22,6 +22,7 @@ from capd_client.protocol.messages import (
     decode_daemon,
     encode,
 )
+from capd_client.transport.peer import check_peer
 
 __all__ = ["IO_TIMEOUT_S", "Link"]
 
@@ -39,7 +40,7 @@ class Link:
         connect_s: The time to connect. 0 does not wait, even if the daemon's queue of connections is full.
 
     Raises:
-        OSError: There is no daemon, or it does not accept the connection in time.
+        OSError: There is no daemon, it does not accept the connection in time, or it may be another user's.
     """
 
     def __init__(self, path: str, *, connect_s: float = IO_TIMEOUT_S) -> None:
@@ -50,6 +51,7 @@ class Link:
                 peer.connect(path)
             except OSError as error:
                 raise type(error)(error.errno, f"{path}: {error.strerror or error}") from None
+            check_peer(peer, path)
             peer.setblocking(True)
             limit = struct.pack("ll", IO_TIMEOUT_S, 0)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
