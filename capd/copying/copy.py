@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,9 +15,11 @@ from capd.errors import NothingMatched, StoreBusy
 from capd.server.runs.root_lock import reading_lock
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import nodes_of
+from capd.store.format.frames import RecordRow
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
 from capd.store.verify.run import run_identity
+from capd_client.protocol.selection import Ranges
 
 __all__ = ["Copied", "CopyOptions", "copy_run", "is_quiet", "planned_copy"]
 
@@ -29,12 +31,14 @@ class CopyOptions:
     Attributes:
         series: Globs of the paths of series; empty for all.
         attempt: As in `Store.find`.
+        iterations: Ranges such as `0-2,100-:100`, or `all`.
         statistics_only: Keep only the statistics of tensors.
         codec: The codec of the copy; None: that of the source.
     """
 
     series: tuple[str, ...] = ()
     attempt: int | str = "all"
+    iterations: str = "all"
     statistics_only: bool = False
     codec: str | None = None
 
@@ -43,17 +47,48 @@ class CopyOptions:
         """Whether the copy has the same bytes as the source."""
         return self == CopyOptions()
 
-    def of(self, store: Store) -> list[Series]:
-        """Return the series to copy. Raises NothingMatched if there are none."""
+    def of(self, store: Store) -> list[Excerpt]:
+        """Return the records to copy.
+
+        Raises:
+            ConfigError: `iterations` cannot be read.
+            NothingMatched: There are none.
+        """
+        iterations = Ranges(self.iterations)
         found = [
-            one
+            Excerpt.of(one, None if self.iterations == "all" else iterations)
             for one in store.everything(self.attempt)
-            if len(one) and (not self.series or any(fnmatchcase(one.path, glob) for glob in self.series))
+            if not self.series or any(fnmatchcase(one.path, glob) for glob in self.series)
         ]
+        found = [part for part in found if part.records]
         if not found:
             what = f"no series matches {' or '.join(map(repr, self.series))}" if self.series else "no record"
+            if self.iterations != "all":
+                what = f"no record is of iterations {self.iterations}"
             raise NothingMatched(f"{store.path}: {what}; `capd ls {store.path}` lists the series")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The records of one series that are copied. iterations: those that they are of; None: all."""
+
+    series: Series
+    iterations: Ranges | None
+    records: int
+    raw_bytes: int
+
+    @classmethod
+    def of(cls, series: Series, iterations: Ranges | None) -> Excerpt:
+        """Return the records of `series` at some iterations."""
+        if iterations is None:
+            return cls(series, None, len(series), series.raw_bytes)
+        rows = [row for row in map(series.row, series.numbers) if row.moment.iteration in iterations]
+        return cls(series, iterations, len(rows), sum(row.nbytes for row in rows))
+
+    def leaves_out(self, row: RecordRow) -> bool:
+        """Return whether a record of the series is not copied."""
+        return self.iterations is not None and row.moment.iteration not in self.iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +104,8 @@ class Copied:
 def planned_copy(source: Path, part: CopyOptions) -> Copied:
     """Return what a copy would hold. Writes nothing."""
     run_identity(source)
-    series = part.of(open_store(source))
     files = sum(1 for _ in files_of(source)) if part.is_whole else 0
-    return Copied(len(series), sum(map(len, series)), sum(one.raw_bytes for one in series), files)
+    return _sum(part.of(open_store(source)), files)
 
 
 def copy_run(source: Path, new: Path, part: CopyOptions, progress: Progress, threads: int = 1) -> Copied:
@@ -122,20 +156,20 @@ def _copy_records(
     source: Path, root: Path, name: str, part: CopyOptions, progress: Progress, threads: int
 ) -> Copied:
     store = open_store(source)
-    series = part.of(store)
+    parts = part.of(store)
     with RecordWriter(
         root, name, progress, codec=part.codec, statistics_only=part.statistics_only, threads=threads
     ) as writer:
-        for one in _by_node(series):
-            writer.copy(one, shift=lambda _: 0, skip=lambda _: False)
+        # In this order, a writer's open shards and pending records stay few.
+        for one in sorted(parts, key=lambda one: (one.series.node, one.series.path)):
+            writer.copy(one.series, shift=lambda _: 0, skip=one.leaves_out)
             failpoint("copy.after_series")
         for node, session in store.sessions_by_node():
             writer.store(node).save_session(session)
         writer.finish()
     failpoint("copy.after_records")
-    return Copied(len(series), sum(map(len, series)), sum(one.raw_bytes for one in series), 0)
+    return _sum(parts, 0)
 
 
-def _by_node(series: Sequence[Series]) -> Iterator[Series]:
-    # A writer's open shards and pending records stay few.
-    return iter(sorted(series, key=lambda one: (one.node, one.path)))
+def _sum(parts: Sequence[Excerpt], files: int) -> Copied:
+    return Copied(len(parts), sum(one.records for one in parts), sum(one.raw_bytes for one in parts), files)

@@ -44,6 +44,9 @@ def cp(
             autocompletion=any_of("latest", "all"),
         ),
     ] = "all",
+    iterations: Annotated[
+        str, option("--iterations", "RANGES", "Copy only records of these iterations, as 0-2,100-:100.")
+    ] = "all",
     statistics_only: Annotated[
         bool, flag("--stats-only", "Keep only the statistics of tensors. Scalars stay as they are.")
     ] = False,
@@ -66,6 +69,7 @@ def cp(
     Examples:
       capd cp captures/exp7.zarr /archive/exp7.zarr
       capd cp captures/exp7.zarr small.zarr --stats-only
+      capd cp captures/exp7.zarr thin.zarr --iterations 0-:100
       capd cp captures/exp7.zarr mlp.zarr --series "*.mlp.*" --recode zstd:9
 
     \b
@@ -82,7 +86,7 @@ def cp(
 
     if recode is not None and recode not in ("auto", "default", "fast", "none"):
         parse_codec(recode)
-    part = CopyOptions(tuple(series or ()), attempt_of(attempt), statistics_only, recode)
+    part = CopyOptions(tuple(series or ()), attempt_of(attempt), iterations.strip(), statistics_only, recode)
     if dry_run:
         found = planned_copy(source, part)
     else:

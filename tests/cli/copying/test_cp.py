@@ -142,6 +142,20 @@ def test_one_attempt_can_be_copied(capd: Capd, tmp_path: Path) -> None:
     assert [record.attempt for record in series.records] == [1]
 
 
+def test_a_run_is_thinned_out_by_a_copy_of_some_iterations(capd: Capd, source: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.zarr"
+    told = capd("cp", source, new, "--iterations", "0-:2", "--json").json
+    assert (told["series"], told["records"]) == (3, 6)
+    copied, before = content(new), content(source)
+    assert copied == {path: [records[0], records[2]] for path, records in before.items()}
+    assert told["raw_bytes"] == sum(one.raw_bytes for one in reader.open(new).everything())
+    assert capd("verify", new).code == 0
+    done = capd("cp", source, tmp_path / "none.zarr", "--iterations", "7-")
+    assert (done.code, "no record is of iterations 7-" in done.err) == (5, True)
+    done = capd("cp", source, tmp_path / "none.zarr", "--iterations", "2-1")
+    assert (done.code, "range '2-1' is empty" in done.err) == (2, True)
+
+
 def test_the_copy_of_a_run_is_continued_like_any_run(capd: Capd, source: Path, tmp_path: Path) -> None:
     assert capd("cp", source, tmp_path / "new.zarr").code == 0
     writer = StoreWriter(tmp_path)
