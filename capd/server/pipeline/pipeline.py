@@ -223,9 +223,12 @@ class Pipeline:
         self._appending.inbox.put(call)
         return done
 
-    def seal(self, run_id: str) -> Future[None]:
-        """Flush, then seal all series of the run. The future resolves when plain Zarr readers see everything."""
-        return _then(self.flush(), lambda: self.post(run_id, RunStore.seal))
+    def seal(self, run_id: str, *, is_last: bool = True) -> Future[None]:
+        """Flush, then seal all series of the run. The future resolves when plain Zarr readers see everything.
+
+        is_last: whether the ranks are quiet, as in `RunStore.seal`.
+        """
+        return _then(self.flush(), lambda: self.post(run_id, lambda store: store.seal(is_last=is_last)))
 
     def close_run(self, run_id: str) -> Future[None]:
         """Close a run that nobody writes to. A later `open_run` opens it again."""

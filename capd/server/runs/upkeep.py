@@ -107,12 +107,12 @@ class Upkeep:
             run.quiet_since = now
         elif run.sealing is None and not run.sealed and now - run.quiet_since >= self._idle_seal_s:
             with self._lock:
-                self.begin_seal(run)
+                self.begin_seal(run, is_last=True)
 
-    def begin_seal(self, run: Run) -> Future[None]:
-        """Seal the run now. The caller holds the lock."""
+    def begin_seal(self, run: Run, *, is_last: bool) -> Future[None]:
+        """Seal the run now. The caller holds the lock. is_last: whether the ranks are quiet."""
         run.sealing_records = self._pipeline.run_stats(run.run_id).records
-        run.sealing = self._pipeline.seal(run.run_id)
+        run.sealing = self._pipeline.seal(run.run_id, is_last=is_last)
         return run.sealing
 
 

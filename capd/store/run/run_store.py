@@ -338,8 +338,11 @@ class RunStore:
 
     # -- sealing ------------------------------------------------------------------------------------------
 
-    def seal(self) -> None:
+    def seal(self, *, is_last: bool = True) -> None:
         """Seal everything. All committed records become visible to plain Zarr readers.
+
+        Args:
+            is_last: Whether no rank captures any more. Chunks that later ones replaced then go.
 
         Raises:
             OSError: The disk refused.
@@ -347,8 +350,11 @@ class RunStore:
                 series are sealed.
         """
         # First finish the seals that failed half-way.
-        self._seal([series for series in self._series.values() if series.row.sealing])
-        self._seal([series for series in self._series.values() if series.shard is not None or series.waiting])
+        self._seal([series for series in self._series.values() if series.row.sealing], is_last=is_last)
+        self._seal(
+            [series for series in self._series.values() if series.shard is not None or series.waiting],
+            is_last=is_last,
+        )
         self._log.rotate()
         stuck = [series for series in self._series.values() if series.waiting]
         if stuck:
@@ -357,14 +363,14 @@ class RunStore:
                 f"{waiting} small records of {len(stuck)} series stay unsealed: {stuck[0].header.path}, …"
             )
 
-    def _seal(self, group: Sequence[SeriesState]) -> None:
+    def _seal(self, group: Sequence[SeriesState], *, is_last: bool = False) -> None:
         self._syncing.check()
         for series in group:
             if series.waiting and not (series.is_full or series.row.sealing):
                 self._settle(series)
-        self._seal_shards(group)
+        self._seal_shards(group, is_last=is_last)
 
-    def _seal_shards(self, group: Sequence[SeriesState]) -> None:
+    def _seal_shards(self, group: Sequence[SeriesState], *, is_last: bool = False) -> None:
         """Seal the records in shards. Small records in the log are not moved here: moving them calls this."""
         for series in group:
             if series.shard is not None and not series.shard.has_records:
@@ -383,7 +389,7 @@ class RunStore:
             # The catalog comes before the rename: readers must never miss a shard that left the spool.
             self._catalog.publish()
             try:
-                finish_files(self._layout, group, self._files)
+                finish_files(self._layout, group, self._files, is_last=is_last)
             except LostWrites as error:
                 self._syncing.fail(error)
                 raise

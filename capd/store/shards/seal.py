@@ -23,13 +23,14 @@ from capd.store.shards.writer import ShardWriter
 __all__ = ["finish_files", "publish"]
 
 
-def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles) -> None:
+def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles, *, is_last: bool) -> None:
     """Give the open shard of every series in `group` its index and its final name, durably.
 
     Args:
         layout: The run's directories and documents.
         group: The series to seal.
         files: The run's open files.
+        is_last: Whether no rank captures any more, so that replaced chunks may go.
 
     Raises:
         OSError: A step failed. Shards whose sync failed are already copied to new files, which the next attempt uses.
@@ -45,7 +46,7 @@ def finish_files(layout: Layout, group: Sequence[SeriesState], files: OpenFiles)
             continue
         # A power loss may have removed the groups.
         layout.ensure_groups((layout.run / series.header.path).parent)
-        shard.write_index(series.geometry.shard_slots)
+        shard.write_index(series.geometry.shard_slots, is_last=is_last)
         moves.append((shard, shard_path(layout.run, series.header, shard.number)))
     failpoint("seal.after_index")
     try:

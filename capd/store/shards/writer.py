@@ -244,13 +244,14 @@ class ShardWriter:
         """The file that `rename` gives the final name: the `.partial`, or its compact copy."""
         return self._compact or self.path
 
-    def write_index(self, slots: int) -> None:
+    def write_index(self, slots: int, *, is_last: bool) -> None:
         """Write the sharding index after the frames. Many replaced chunks are left out, in a copy of the file.
 
-        The `.partial` keeps them, because readers know its places.
+        The `.partial` keeps them, because readers know its places. While ranks capture (not `is_last`) the shard keeps
+        them, too: a plain reader opens it once for the index and once for a chunk, and may meet two files.
         """
         self._compact, self.kept = None, []
-        if self.replaced_nbytes * _WORTH_A_COPY > self.end:
+        if is_last and self.replaced_nbytes * _WORTH_A_COPY > self.end:
             copy = self.path.with_name(f"{self.path.stem}-compact.tmp")
             compacted = compact(self._files.get(self.path), copy, self.index, self.end)
             if compacted is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -85,36 +86,61 @@ def test_plain_readers_see_the_same_array(tmp_path: Path) -> None:
         assert array[number].tobytes() == series.numpy(number).tobytes()
 
 
-def test_readers_that_a_compaction_overtakes_see_an_error_or_the_right_values(tmp_path: Path) -> None:
-    """A plain reader asks for the index first, then for a chunk: the second answer may come from the new file."""
+def overtaken(data: Path, seal: Callable[[], None]) -> Any:
+    """An array of a plain reader that asks for an index, and then for a chunk of it after `seal`."""
     pytest.importorskip("zarr")
     from zarr import open_array
     from zarr.abc.store import RangeByteRequest
     from zarr.storage import LocalStore
 
-    put(tmp_path, 0, 5).close()
-    overtaken: list[int] = []
+    seals = [seal]
 
     class Overtaken(LocalStore):
         async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-            if isinstance(byte_range, RangeByteRequest) and not overtaken:
-                overtaken.append(1)
-                put(tmp_path, 100, 3).close()
+            if isinstance(byte_range, RangeByteRequest) and seals:
+                seals.pop()()
             return await super().get(key, prototype, byte_range)
 
+    return open_array(Overtaken(data), mode="r")
+
+
+def test_readers_that_the_last_seal_overtakes_see_an_error_or_the_right_values(tmp_path: Path) -> None:
+    put(tmp_path, 0, 5).close()
     run = tmp_path / "run.zarr"
     [series] = capd.open(run).find(tensor_name="small", attempt="all")
     want = [series.numpy(n).tobytes() for n in range(5)]
     [data] = run.glob("*/*/*/*/tensor.forward.small/data")
     [fresh] = capd.open(run).find(tensor_name="small", attempt="all")
-    array = open_array(Overtaken(data), mode="r")
+    array = overtaken(data, lambda: put(tmp_path, 100, 3).close())
     with pytest.raises(ValueError, match="checksum"):
         array[3]
-    assert overtaken
     assert [array[n].tobytes() for n in range(5)] == want
     # capd's own readers look again.
     assert [series.numpy(n).tobytes() for n in range(5)] == want
     assert [fresh.numpy(n).tobytes() for n in range(5)] == want
+
+
+def test_readers_beside_a_capture_see_no_error_and_the_last_seal_makes_room(tmp_path: Path) -> None:
+    put(tmp_path, 0, 5).close()
+    run = tmp_path / "run.zarr"
+    [series] = capd.open(run).find(tensor_name="small", attempt="all")
+    want = [series.numpy(n).tobytes() for n in range(5)]
+    [path] = run.glob("*/*/*/*/tensor.forward.small/data/c/0/0/0")
+    writer = put(tmp_path, 100, 3)
+    array = overtaken(path.parents[3], lambda: writer.pipeline.seal("run", is_last=False).result(timeout=30))
+    assert array[3].tobytes() == want[3]
+    assert replaced(path) > 0
+    writer.put(SMALL, "float32", np.ones((200, 128), "f4"), iteration=200)
+    writer.flush()
+    writer.close()
+    assert replaced(path) == 0
+    assert verify_run(run).damaged == []
+
+
+def replaced(path: Path) -> int:
+    scanned = scan_shard(path)
+    assert scanned is not None
+    return scanned.replaced_nbytes
 
 
 def test_few_replaced_bytes_are_not_worth_a_copy(tmp_path: Path) -> None:
