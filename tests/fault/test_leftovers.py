@@ -43,7 +43,7 @@ def test_leftovers_of_a_dead_daemon_are_swept_and_records_kept(site: Site) -> No
     assert not site.socket.exists()
 
 
-@pytest.mark.parametrize("pid", [os.getpid(), 1, 2**22 + 1, -1, 0])
+@pytest.mark.parametrize("pid", [pytest.param(os.getpid(), id="own"), 1, 2**22 + 1, -1, 0])
 def test_a_lock_file_that_nobody_holds_is_no_owner(pid: int, site: Site) -> None:
     """The note may name a process that lives by now: pids are used again. The lock itself counts."""
     site.store.mkdir()
@@ -54,7 +54,9 @@ def test_a_lock_file_that_nobody_holds_is_no_owner(pid: int, site: Site) -> None
     assert site.stop() == 0
 
 
-@pytest.mark.parametrize("text", [b"", b"\0" * 100, b"{", os.urandom(64), b"[" * 5000])
+@pytest.mark.parametrize(
+    "text", [b"", b"\0" * 100, b"{", pytest.param(os.urandom(64), id="random"), b"[" * 5000]
+)
 def test_a_lock_file_that_is_no_note_is_no_owner(text: bytes, site: Site) -> None:
     site.store.mkdir()
     (site.store / ".capd-n.lock").write_bytes(text)
