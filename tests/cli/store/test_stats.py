@@ -170,8 +170,13 @@ def test_the_watch_follows_the_run_to_its_end_and_fits_a_resized_terminal(live: 
     with Terminal("stats", "--watch", "--interval", "0.1", rows=30) as terminal:
         terminal.until(lambda lines: any("live (live;" in line for line in lines))
         live.daemon.terminate()
-        lines = terminal.until(lambda lines: "daemon gone; the last counters known:" in lines)
-        assert sum(line.startswith("offered") for line in lines) == 1
+        # The picture arrives in pieces.
+        terminal.until(
+            lambda lines: (
+                "daemon gone; the last counters known:" in lines
+                and sum(line.startswith("offered") for line in lines) == 1
+            )
+        )
         scrolled = terminal.screen.scrolled
 
         terminal.resize(40, 12)
