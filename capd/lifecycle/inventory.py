@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from capd.errors import CapdError
 from capd.store.catalog.opening import DamagedCatalog, connect_read_only
+from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow, head_of
 from capd.store.catalog.sessions import read_sessions
 from capd.store.catalog.totals import log_and_catalog_nbytes
@@ -33,7 +33,6 @@ State = Literal["live", "open", "unsealed", "sealed", "removing", "unreadable"]
 
 # A rank of another host, whose daemon was killed this long ago, counts as ended.
 _GONE_S = 3600.0
-_BOOT_CLOCK = os.sysconf("SC_CLK_TCK")
 _UNREADABLE = (OSError, CapdError, sqlite3.Error, ValueError, TypeError)
 
 
@@ -188,23 +187,12 @@ def _state(facts: RunFacts, sessions: list[tuple[str, SessionRow]], written: boo
 def _may_return(run: Path, live: list[tuple[str, SessionRow]]) -> Iterator[str]:
     """Yield why a rank whose daemon was killed may still run and come back to the next daemon."""
     for node, row in live:
-        if row.host == socket.gethostname():
-            if _runs_since(row.pid, row.started_ns):
-                yield f"rank {row.rank} (pid {row.pid}) runs, and its daemon does not"
+        runs = is_running(row)
+        if runs:
+            yield f"rank {row.rank} (pid {row.pid}) runs, and its daemon does not"
+        if runs is not None:
             continue
         directory = node_directory(run, node)
         times = [path.stat().st_mtime for path in (directory, directory / CATALOG_NAME) if path.exists()]
         if time.time() - max(times, default=0.0) < _GONE_S:
             yield f"rank {row.rank} may still run on {row.host}: its daemon ended less than an hour ago"
-
-
-def _runs_since(pid: int, started_ns: int) -> bool:
-    """Return whether a process of this machine has this pid and began before a time."""
-    try:
-        # The command in parentheses may contain anything, so the fields after its last parenthesis are counted.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        # Field 22 of proc(5) is the start in clock ticks after the boot.
-        return boot_s + int(fields[19]) / _BOOT_CLOCK <= started_ns / 1e9 + 1.0
-    except (OSError, ValueError, IndexError):
-        return False

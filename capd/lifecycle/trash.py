@@ -20,6 +20,7 @@ from pathlib import Path
 from capd.errors import NO_SPACE, CapdError, NotAStore, StoreBusy, StoreError, StoreFull
 from capd.lifecycle.checks import check_held, check_place
 from capd.lifecycle.inventory import RunFacts, run_paths
+from capd.lifecycle.usage import walked
 from capd.store.catalog.place import CatalogPlace
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import make_directory, remove_tree, rename, sync_paths, unlink
@@ -263,7 +264,7 @@ def entries(root: Path) -> list[TrashEntry]:
         is_marked = not inside or place.name.endswith(DELETING)
         is_run = not name.endswith(".series")
         found.append(
-            TrashEntry(place, name.removesuffix(".series"), removed_s, _nbytes(place), is_run, is_marked)
+            TrashEntry(place, name.removesuffix(".series"), removed_s, walked(place)[1], is_run, is_marked)
         )
     return found
 
@@ -311,13 +312,3 @@ def _time_of(name: str) -> float | None:
     except ValueError:
         return None
     return float(calendar.timegm(found)) if number.isdecimal() else None
-
-
-def _nbytes(place: Path) -> int:
-    """Return the bytes of all files below a directory, as the disk counts them."""
-    total = 0
-    for directory, _, files in os.walk(place):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-    return total

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from capd.cli.completion import any_of, series_paths, store_paths
+from capd.cli.copying.copied_line import copied_line
 from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, human_nbytes, print_either
-from capd.cli.progress import StatusLine
 from capd.cli.stores import attempt_of
 from capd.cli.table import prose
 
@@ -80,7 +80,6 @@ def cp(
       7  another command writes DST
     """
     from capd.copying.copy import CopyOptions, copy_run, planned_copy
-    from capd.server.heap import settled_heap
     from capd.server.limits import usable_cpus
     from capd.store.format.codecs import parse_codec
 
@@ -90,14 +89,7 @@ def cp(
     if dry_run:
         found = planned_copy(source, part)
     else:
-        with settled_heap(), StatusLine() as line:
-            done = 0
-
-            def progress(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                line.draw(f"{new.name}: {human_nbytes(done)} copied")
-
+        with copied_line(new, "copied") as progress:
             found = copy_run(source, new, part, progress, max(1, round(usable_cpus())))
     document = {
         "source": str(source), "new": str(new), "written": not dry_run, "series": found.series,

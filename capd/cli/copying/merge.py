@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capd.cli.completion import store_paths
+from capd.cli.copying.copied_line import copied_line
 from capd.cli.options import Json, Wide, flag
-from capd.cli.output import human_count, human_nbytes, note, print_json
-from capd.cli.progress import StatusLine
+from capd.cli.output import human_count, note, print_json
 from capd.cli.table import Column, print_columns
 
 if TYPE_CHECKING:
@@ -64,19 +64,11 @@ def merge(
       7  another command writes NEW
     """
     from capd.copying.merge import merge_runs, planned_merge
-    from capd.server.heap import settled_heap
 
     if dry_run:
         found = planned_merge(runs)
     else:
-        with settled_heap(), StatusLine() as line:
-            done = 0
-
-            def progress(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                line.draw(f"{output.name}: {human_nbytes(done)} merged")
-
+        with copied_line(output, "merged") as progress:
             found = merge_runs(runs, output, progress)
     if as_json:
         sources = [{**asdict(one), "run": str(one.run)} for one in found]

@@ -204,6 +204,19 @@ def _of_disk(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
         )
 
 
+_RANK_FAMILIES: tuple[tuple[str, Literal["counter", "gauge"], str, Callable[[RankFigures], float | None]], ...] = (
+    ("capd_rank_records_offered_total", "counter", "The captures that a rank offered",
+     lambda rank: rank.offered),
+    ("capd_rank_records_committed_total", "counter", "The captures of a rank that are records in the store",
+     lambda rank: rank.committed),
+    ("capd_rank_records_dropped_total", "counter", "The captures of a rank given up, for all reasons",
+     lambda rank: rank.dropped),
+    ("capd_rank_records_in_flight", "gauge", "The captures of a rank that are neither committed nor dropped",
+     lambda rank: rank.in_flight),
+    ("capd_rank_iteration", "gauge", "The current iteration of a rank that is here", lambda rank: rank.iteration),
+)  # fmt: skip
+
+
 def _of_ranks(snapshot: Snapshot) -> Iterable[Family]:
     ranks = [(run, rank, figures) for run in snapshot.runs for rank, figures in sorted(run.ranks.items())]
 
@@ -211,26 +224,8 @@ def _of_ranks(snapshot: Snapshot) -> Iterable[Family]:
         found = [((*_run(run), ("rank", str(rank))), value(figures)) for run, rank, figures in ranks]
         return [Labelled(number, labels) for labels, number in found if number is not None]
 
-    yield Family(
-        "capd_rank_records_offered_total", "counter", "The captures that a rank offered",
-        each(lambda rank: rank.offered),
-    )  # fmt: skip
-    yield Family(
-        "capd_rank_records_committed_total", "counter", "The captures of a rank that are records in the store",
-        each(lambda rank: rank.committed),
-    )  # fmt: skip
-    yield Family(
-        "capd_rank_records_dropped_total", "counter", "The captures of a rank given up, for all reasons",
-        each(lambda rank: rank.dropped),
-    )  # fmt: skip
-    yield Family(
-        "capd_rank_records_in_flight", "gauge", "The captures of a rank that are neither committed nor dropped",
-        each(lambda rank: rank.in_flight),
-    )  # fmt: skip
-    yield Family(
-        "capd_rank_iteration", "gauge", "The current iteration of a rank that is here",
-        each(lambda rank: rank.iteration),
-    )  # fmt: skip
+    for name, kind, text, value in _RANK_FAMILIES:
+        yield Family(name, kind, text, each(value))
 
 
 def _of_process(process: Process | None) -> Iterable[Family]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from typing import NamedTuple
 from capd.errors import CapdError
 from capd.server.rank.rank import RankSession
 from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
 from capd.store.disk.layout import node_directory, nodes_of
@@ -29,9 +28,6 @@ from capd_client.protocol.messages import Hello
 __all__ = ["Beside", "Member", "read_beside", "shift_of"]
 
 logger = logging.getLogger(__name__)
-
-# The start of this boot is known to a second only.
-_CLOCK_NS = 2 * 10**9
 
 
 class Member(NamedTuple):
@@ -71,7 +67,7 @@ class Member(NamedTuple):
         """Return the member whose row a daemon saved."""
         ended_ns = None if row.state == "live" else row.ended_ns
         return cls(
-            row.rank, row.attempt, row.shift, row.world_size, row.started_ns, ended_ns, _is_running(row)
+            row.rank, row.attempt, row.shift, row.world_size, row.started_ns, ended_ns, is_running(row)
         )
 
 
@@ -115,28 +111,6 @@ def _belongs(hello: Hello, job: Sequence[Member], idle_s: float) -> bool:
     since = time.time_ns() - int(idle_s * 1e9)
     recent = any(one.runs is None or (one.ended_ns or 0) >= since for one in job)
     return recent and all(one.world_size in (0, hello.world_size) for one in job)
-
-
-def _is_running(row: SessionRow) -> bool | None:
-    if row.state != "live":
-        return False
-    if row.host != socket.gethostname()[:256]:
-        return None
-    began_ns = _began_ns(row.pid)
-    # Another process may have got the number since.
-    return began_ns is not None and began_ns <= row.started_ns + _CLOCK_NS
-
-
-def _began_ns(pid: int) -> int | None:
-    """Return the time at which a process began; None if there is none of this number."""
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-        booted = next(
-            line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime ")
-        )
-        return int(booted.split()[1]) * 10**9 + ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
 
 
 def read_beside(run: Path, node: str) -> Beside:
