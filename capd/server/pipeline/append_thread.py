@@ -167,9 +167,9 @@ class AppendThread(threading.Thread):
 
     def _write_small(self, tasks: list[Task]) -> None:
         store = self._runs[tasks[0].job.run_id]
-        for task in tasks:
-            # Others that were planned before it have filled the quota since.
-            if self._is_near(store, task) and task.job.keep_statistics():
+        # Others that were planned before them have filled the quota since.
+        for task, is_near in zip(tasks, store.usage.near([*map(_raw, tasks)]), strict=True):
+            if is_near and task.job.keep_statistics():
                 task.plan = plan_of(store, task.job)
         data = [bytes(task.job.read()) for task in tasks]
         records: list[tuple[Plan, RecordRow, bytes]] = []
@@ -179,9 +179,6 @@ class AppendThread(threading.Thread):
             kept = raw if stats is None or task.job.descriptor.payload else pack(stats)
             records.append((plan, row, kept))
         store.commit_small(records)
-
-    def _is_near(self, store: RunStore, task: Task) -> bool:
-        return task.plan is not None and store.usage.is_near(task.plan, task.job.kept_nbytes)
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
         """Return the statistics of small records: the rank's own if it computed them, None if nobody wants any."""
@@ -206,7 +203,7 @@ class AppendThread(threading.Thread):
         row.stats = job.known_statistics()
         if row.stats is None and job.wants_statistics(self._statistics):
             row.stats = StatsRow()
-        if row.stats is not None and job.may_keep_statistics and self._is_near(store, task):
+        if row.stats is not None and job.may_keep_statistics and store.usage.is_near(*_raw(task)):
             for _ in self._merged(task, row):
                 pass
             # The encode pool has read the whole tensor before.
@@ -292,6 +289,11 @@ class AppendThread(threading.Thread):
                 # A sink belongs to one session; the other sessions must not suffer.
                 logger.exception("the outcome of job %d could not be reported to its session", sequences[0])
         self._tickets.done(tickets)
+
+
+def _raw(task: Task) -> tuple[Plan, int]:
+    assert task.plan is not None  # noqa: S101 - a task without a plan was refused
+    return task.plan, task.job.kept_nbytes
 
 
 def _planned(task: Task) -> tuple[Plan, RecordRow]:

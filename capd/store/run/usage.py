@@ -7,7 +7,8 @@ The catalog holds both, so a restarted daemon counts on from where the last one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Use(NamedTuple):
 
 
 class QuotaUsage:
-    """The bytes of a run on one node. Owned by the append thread, except for `is_near` and `uses`."""
+    """The bytes of a run on one node. Owned by the append thread, except for `is_near`, `near` and `uses`."""
 
     def __init__(self, quota: Quota, run: str, known: Iterable[SeriesState]) -> None:
         """Count the series that the run has."""
@@ -95,20 +96,33 @@ class QuotaUsage:
 
     def is_near(self, plan: Plan, nbytes: int) -> bool:
         """Return whether only statistics of a record are to be kept: a limit is near, or cannot hold its raw bytes."""
+        return self.near([(plan, nbytes)])[0]
+
+    def near(self, records: Sequence[tuple[Plan, int]]) -> list[bool]:
+        """Return `is_near` for each of the records of one write, in which those before it count as stored."""
         if not (self._has_limits and self._quota.keeps_statistics):
-            return False
-        needed = _needed(plan, nbytes)
-        for use in self._of(plan):
-            if use.used >= NEAR * use.max:
-                self._say_once("near", use, "is near its limit: only statistics are kept from now on")
-                return True
-            if use.used + needed > use.max:
-                self._say_once(
-                    "large",
-                    use,
-                    f"has no room for a record of {shown_size(needed)}: only its statistics are kept",
-                )
-                return True
+            return [False] * len(records)
+        ahead: Counter[tuple[str, str]] = Counter()
+        found = []
+        for plan, nbytes in records:
+            needed = _needed(plan, nbytes)
+            uses = [use._replace(used=use.used + ahead[use.limit, use.of]) for use in self._of(plan)]
+            found.append(any(self._leaves_statistics(use, needed) for use in uses))
+            if not found[-1]:
+                ahead.update({(use.limit, use.of): needed for use in uses})
+        return found
+
+    def _leaves_statistics(self, use: Use, needed: int) -> bool:
+        if use.used >= NEAR * use.max:
+            self._say_once("near", use, "is near its limit: only statistics are kept from now on")
+            return True
+        if use.used + needed > use.max:
+            self._say_once(
+                "large",
+                use,
+                f"has no room for a record of {shown_size(needed)}: only its statistics are kept",
+            )
+            return True
         return False
 
     def uses(self) -> list[Use]:

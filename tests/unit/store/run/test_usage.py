@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import capd
+from capd.store.run.run_store import RunStore
 from capd.store.run.usage import Quota, Use
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.scalars import scalar_key
@@ -122,6 +123,20 @@ def test_a_record_that_does_not_fit_leaves_its_statistics(
     assert writer.outcomes.refusals == []
     writer.close()
     assert kept_by(writer) == kept
+
+
+def test_records_of_one_write_count_each_other(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, codec="none", quota=Quota(run_max=20 * SMALL_NBYTES))
+    found: list[list[bool]] = []
+
+    def ask(store: RunStore) -> None:
+        plan = store.plan(key("x"), "uint8", {}, (SMALL_NBYTES,), b"")
+        found.append(store.usage.near([(plan, SMALL_NBYTES)] * 30))
+
+    writer.pipeline.post("run", ask).result(timeout=30)
+    writer.close()
+    # 18 of 20 are 90 %.
+    assert found == [[False] * 18 + [True] * 12]
 
 
 @pytest.mark.parametrize(
