@@ -9,6 +9,7 @@ CapdError (capd_client.errors)
 │   │   └── QuotaReached   over a quota of the run                                     exit 6
 │   ├── NotAStore          nothing, a foreign hierarchy, or a newer format             exit 1
 │   │   └── RemovedRun     the run was removed; tells when and by whom                 exit 1
+│   ├── ObjectStoreError   an object store does not answer, refuses, or lacks an object  exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
 ├── NoSuchRecord           a series has no record with this index (an IndexError, too)  exit 1
 ├── NoSuchSeries           a run has no series with this path (a KeyError, too)         exit 1
@@ -26,8 +27,8 @@ from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
     "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
-    "NoSuchSeries", "NotAStore", "NothingMatched", "ProtocolError", "QuotaReached", "RemovedRun", "StoreBusy",
-    "StoreError", "StoreFull", "exit_code_of",
+    "NoSuchSeries", "NotAStore", "NothingMatched", "ObjectStoreError", "ProtocolError", "QuotaReached",
+    "RemovedRun", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
 ]  # fmt: skip
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -72,6 +73,17 @@ class NotAStore(StoreError):
 
 class RemovedRun(NotAStore):
     """The run was removed; names the date, the user and the remedy."""
+
+
+class ObjectStoreError(StoreError):
+    """An object store does not answer, refuses, or lacks an object; names the address and the remedy.
+
+    reason: One of `capd.store.objects.failures.REASONS`.
+    """
+
+    def __init__(self, *message: object, reason: str = "other", retry: bool = False) -> None:
+        super().__init__(*message, retry=retry)
+        self.reason = reason
 
 
 class DamagedRecord(StoreError):

@@ -32,6 +32,7 @@ __all__ = [
     "read_records",
     "read_series",
     "read_stored",
+    "series_row",
 ]
 
 CATALOG_NAME = "catalog.sqlite"
@@ -124,14 +125,22 @@ def read_series(db: sqlite3.Connection, path: str | None = None) -> list[SeriesR
     where, given = ("", ()) if path is None else (" WHERE path=?", (path,))
     found: list[SeriesRow] = []
     for row in db.execute(_SELECT_SERIES + where, given):
-        found.append(_series_row(row))
+        found.append(series_row(row))
         # Pages that form a circle give a row again.
         if len(found) > 1 and found[-2].id >= found[-1].id:
             raise sqlite3.DatabaseError(f"series {found[-1].id} occurs twice")
     return found
 
 
-def _series_row(row: tuple[Any, ...]) -> SeriesRow:
+def series_row(row: tuple[Any, ...]) -> SeriesRow:
+    """Return the series in a row of the catalog.
+
+    Args:
+        row: id, header, records, sealed, sealing, max_shape as JSON, raw_bytes and stored_bytes.
+
+    Raises:
+        sqlite3.DatabaseError: The row is not valid.
+    """
     identity, header, records, sealed, sealing, max_shape, raw, stored = row
     try:
         shape = tuple(json.loads(max_shape))

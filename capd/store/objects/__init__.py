@@ -1,0 +1,1 @@
+"""Object stores: addresses such as s3://bucket/prefix, and their objects, read and written through obstore."""

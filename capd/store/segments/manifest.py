@@ -1,0 +1,136 @@
+"""The manifest of one node's part of a run in an object store: the last object of an upload, and the first of a reader.
+
+    <run>.zarr/.capd/node=<node>/manifest.json
+    <run>.zarr/.capd/node=<node>/series-<generation>.parquet     one row per series
+    <run>.zarr/.capd/node=<node>/records-<generation>.parquet    one row per record
+
+A manifest names the segments that are valid. It is the only object besides documents that is ever replaced, and only
+by its one writer. Segments that no manifest names are leftovers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+
+from capd.errors import NotAStore, ObjectStoreError
+from capd.store.catalog.rows import SessionRow
+from capd.store.documents.json_document import MAX_LENGTH, is_shallow
+from capd.store.format.frames import FORMAT_VERSION
+
+__all__ = [
+    "MANIFEST_FORMAT", "MANIFEST_NAME", "MAX_MANIFEST_NBYTES", "Manifest", "Segment", "decode_manifest",
+    "encode_manifest", "node_prefix", "segment_name",
+]  # fmt: skip
+
+MANIFEST_FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_NBYTES = 64 << 20
+
+_NAME = re.compile(r"(series|records)-\d{8}\.parquet")
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
+Crc = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A Parquet object. rows: its rows."""
+
+    name: str
+    nbytes: Count
+    crc32c: Crc
+    rows: Count
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What a node has uploaded of a run.
+
+    Attributes:
+        format: MANIFEST_FORMAT.
+        capd: The version of capd that wrote it.
+        run_id: The id of the run.
+        node: The name of the node.
+        origin: A random text that the local store of the node keeps. It tells two stores of one node name apart.
+        generation: The number of this manifest, from 1.
+        written_ns: The time, as nanoseconds since 1970.
+        is_complete: Whether it holds everything: the run was quiet and sealed.
+        attributes: The `capd` attributes of the run: its format, tags and marks.
+        series: The segment with all series.
+        records: The segments with all records, in order.
+        sessions: The counters of the ranks, in the order of the catalog.
+        raw_bytes: The sum over the series.
+        stored_bytes: The sum over the series.
+        objects: The number of objects of the node, but for the segments and this one.
+        object_bytes: The bytes of these objects.
+    """
+
+    format: int = MANIFEST_FORMAT
+    capd: str
+    run_id: str
+    node: str
+    origin: str
+    generation: Count
+    written_ns: Count
+    is_complete: bool
+    attributes: dict[str, Any]
+    series: Segment
+    records: list[Segment]
+    sessions: list[SessionRow]
+    raw_bytes: Count
+    stored_bytes: Count
+    objects: Count
+    object_bytes: Count
+
+
+def node_prefix(node: str) -> str:
+    """Return the directory of a node's manifest and segments, below the run."""
+    return f".capd/node={node}"
+
+
+def segment_name(kind: str, generation: int) -> str:
+    """Return the name of a segment. kind: "series" or "records"."""
+    return f"{kind}-{generation:08d}.parquet"
+
+
+_encode = msgspec.json.Encoder(enc_hook=None).encode
+_decode = msgspec.json.Decoder(Manifest).decode
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the JSON of a manifest."""
+    return msgspec.json.format(_encode(manifest), indent=1)
+
+
+def decode_manifest(payload: bytes, place: object) -> Manifest:
+    """Return the manifest in an object that may come from anybody.
+
+    Args:
+        payload: The bytes of the object.
+        place: Where it is, for the message.
+
+    Raises:
+        NotAStore: A newer capd wrote it.
+        ObjectStoreError: It is not a manifest.
+    """
+    try:
+        plain = msgspec.json.decode(payload)
+        version = plain.get("format") if isinstance(plain, dict) else None
+        if type(version) is int and version > MANIFEST_FORMAT:
+            raise NotAStore(
+                f"{place} has manifest format {version}, but this capd reads up to {MANIFEST_FORMAT}; upgrade capd"
+            )
+        found = _decode(payload)
+        if not is_shallow(plain):
+            raise ValueError("it is nested too deeply")
+        for segment in (found.series, *found.records):
+            if not _NAME.fullmatch(segment.name):
+                raise ValueError(f"{segment.name!r} is no name of a segment")
+        written = found.attributes.get("format")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ObjectStoreError(f"{place} is no manifest of capd: {error}") from error
+    if type(written) is int and written > FORMAT_VERSION:
+        raise NotAStore(
+            f"{place}: the run has format {written}, but this capd reads up to {FORMAT_VERSION}; upgrade capd"
+        )
+    return found
