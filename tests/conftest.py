@@ -17,6 +17,9 @@ import hypothesis
 import pytest
 
 from tests.kit import forking, leaks
+from tests.kit.objects.fixtures import bucket, fault_proxy, own_s3_server, s3_server
+
+__all__ = ["bucket", "fault_proxy", "own_s3_server", "s3_server"]
 
 LEAK_WAIT_S = 20.0  # a busy machine ends threads and children late; only a leak takes so long
 # Process-wide pools of libraries and of the kit, made once and kept on purpose.
