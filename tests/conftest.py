@@ -84,8 +84,10 @@ def _as_utf8(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """No capd settings from outside, and an own XDG_RUNTIME_DIR short enough for socket paths."""
-    for variable in [name for name in os.environ if name.startswith("CAPD_") or name in SEED_VARIABLES]:
+    """No settings of capd or of S3 from outside, and an own XDG_RUNTIME_DIR short enough for socket paths."""
+    for variable in [
+        name for name in os.environ if name.startswith(("CAPD_", "AWS_")) or name in SEED_VARIABLES
+    ]:
         monkeypatch.delenv(variable)
     directory = Path(tempfile.mkdtemp(prefix="capd-t-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))

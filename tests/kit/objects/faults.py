@@ -63,7 +63,7 @@ class Request:
         headers: By their names in small letters.
         received: Bytes of its body that the proxy has read.
         status: That of the answer; 0 as long as there is none, or if the connection was cut before it.
-        sent: Bytes of the answer's body that the proxy has sent.
+        sent: Bytes of the answer's body that the proxy has sent, or is about to.
         fault: The fault that it met; "" for none.
     """
 

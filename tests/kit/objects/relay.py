@@ -91,12 +91,15 @@ class Relay(BaseHTTPRequestHandler):
 
     def _refuse(self, request: Request, answer: Answer) -> None:
         body = b"" if request.method == "HEAD" else answer.body()
+        request.status, request.sent = (
+            answer.status,
+            len(body),
+        )  # the client may go on before this thread does
         self.send_response_only(answer.status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-        request.status, request.sent = answer.status, len(body)
 
     def _forward(self, request: Request, concerned: bool) -> bool:
         """Have the server answer. False: the connection to the client or the server is of no further use."""
@@ -167,8 +170,8 @@ class Relay(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if chunked:
             self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
         request.status = answer.status
+        self.end_headers()
         return self._answer_body(request, answer, chunked, harmed)
 
     def _answer_body(self, request: Request, answer: Any, chunked: bool, harmed: bool) -> bool:
@@ -181,8 +184,8 @@ class Relay(BaseHTTPRequestHandler):
             for limit in (cut_at, stop_at):
                 piece = piece if limit is None else piece[: max(0, limit - request.sent)]
             if piece:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
                 request.sent += len(piece)
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
                 self._wait_for(len(piece))
             if cut_at is not None and request.sent >= cut_at:
                 return False
