@@ -31,7 +31,8 @@ _PARTS_AT_ONCE = 4
 # The limits within one call.
 _RETRIES = 3
 _RETRY_TIMEOUT = timedelta(seconds=20)
-_TIMEOUT = timedelta(seconds=60)
+# Of a whole request. A part of 16 MiB may share a slow line with others.
+_TIMEOUT = timedelta(minutes=5)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 
 

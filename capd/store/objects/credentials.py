@@ -26,6 +26,7 @@ _KEYS = {
     "region": "region",
     "endpoint_url": "endpoint",
 }
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 
 def store_options(address: Address, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -36,13 +37,17 @@ def store_options(address: Address, environ: Mapping[str, str] = os.environ) -> 
     """
     if address.scheme != "s3":
         return {}
+    for name in _ENDPOINTS:
+        # obstore panics without a scheme.
+        if environ.get(name) and not environ[name].startswith(("http://", "https://")):
+            raise ConfigError(f"{name} is no address of a server; write https://HOST or http://HOST:PORT")
     found = _profile(environ) if "AWS_ACCESS_KEY_ID" not in environ else {}
     if not {"AWS_REGION", "AWS_DEFAULT_REGION"} & environ.keys():
         # obstore demands a region, and servers other than AWS do not care.
         found.setdefault("region", "us-east-1")
     else:
         found.pop("region", None)
-    if {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"} & environ.keys():
+    if {*_ENDPOINTS} & environ.keys():
         found.pop("endpoint", None)
     return found
 
