@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from capd.errors import NothingMatched
+from capd.store.objects.address import Address, place_of
 from capd.store.read.series import import_extra
 from capd.store.read.store import Store
 
@@ -80,6 +81,11 @@ class OpenRun(Store):
         )
 
 
-def open_run(path: str | Path) -> OpenRun:
-    """Open a run directory. Raises NotAStore if it is not one."""
-    return OpenRun(Path(path))
+def open_run(place: str | os.PathLike[str] | Address) -> OpenRun:
+    """Open a run directory, or a run in an object store, such as s3://bucket/runs/exp7.zarr.
+
+    Raises:
+        NotAStore: There is no run.
+        ConfigError: It is an address that is not valid.
+    """
+    return OpenRun(place_of(place))

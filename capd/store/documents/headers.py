@@ -1,4 +1,4 @@
-"""The checks of a series' header: it comes from a disk, and its file may come from anybody."""
+"""The checks of a series' header and of a record's row: both come from a disk, and their file may come from anybody."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from capd.errors import CapdError
 from capd.store.documents.json_document import is_shallow
 from capd.store.format.codecs import chain_for
 from capd.store.format.dtypes import is_statistics, stored_shape
-from capd.store.format.frames import MAX_PAYLOAD_NBYTES, SeriesHeader
+from capd.store.format.frames import MAX_PAYLOAD_NBYTES, RecordRow, SeriesHeader
 from capd.store.format.geometry import MAX_SHARD_RECORDS, Geometry
+from capd.store.format.statistics import is_possible
 from capd_client.protocol.key import MAX_NDIM
 
-__all__ = ["SERIES_PATH", "fits", "is_usable"]
+__all__ = ["SERIES_PATH", "fits", "is_usable", "sound_row"]
 
 # An index of 256 MiB.
 _MAX_SLOTS = 1 << 24
@@ -43,6 +44,22 @@ def fits(header: SeriesHeader, shape: tuple[int, ...], nbytes: int) -> bool:
     if len(shape) > MAX_NDIM or min(shape, default=0) < 0 or not header.geometry.fits(stored):
         return False
     return nbytes == prod(stored) * header.geometry.itemsize
+
+
+def sound_row(row: RecordRow, header: SeriesHeader) -> RecordRow:
+    """Return the row if its shape, statistics and texts are valid.
+
+    Raises:
+        ValueError: The row is not valid.
+    """
+    for text in (row.metadata, row.attributes):
+        if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):
+            raise ValueError("a record's metadata is not a JSON object")
+    if not fits(header, row.shape, row.nbytes):
+        raise ValueError("a record's shape does not fit its series")
+    if row.stats is not None and not is_possible(row.stats):
+        raise ValueError("a record's statistics are impossible")
+    return row
 
 
 def _is_of_statistics(header: SeriesHeader) -> bool:

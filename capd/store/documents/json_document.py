@@ -10,7 +10,7 @@ from typing import Any
 
 from capd.errors import NotAStore
 
-__all__ = ["MAX_DEPTH", "MAX_LENGTH", "is_length", "is_shallow", "read_document"]
+__all__ = ["MAX_DEPTH", "MAX_LENGTH", "document_in", "is_length", "is_shallow", "read_document"]
 
 # The largest length of an array's axis. Calculations with larger numbers could overflow.
 MAX_LENGTH = 2**62
@@ -41,6 +41,15 @@ def read_document(path: Path) -> dict[str, Any] | None:
         os.close(fd)
     if len(content) > _MAX_NBYTES:
         raise NotAStore(f"{path} has more than {_MAX_NBYTES} bytes")
+    return document_in(content, path)
+
+
+def document_in(content: bytes, path: object) -> dict[str, Any]:
+    """Return the JSON object in the bytes of a document at `path`.
+
+    Raises:
+        NotAStore: It is not a JSON object with unique names.
+    """
     try:
         document = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from capd.errors import DamagedRecord
 from capd.store.format.codecs import crc32c
 
-__all__ = ["EMPTY", "index_bytes", "index_entries", "index_nbytes", "read_index"]
+__all__ = ["EMPTY", "entries_in", "index_bytes", "index_entries", "index_nbytes", "read_index"]
 
 EMPTY = 2**64 - 1
 
@@ -38,8 +38,12 @@ def index_bytes(index: Mapping[int, tuple[int, int]], slots: int) -> bytes:
 def index_entries(fd: int, slots: int) -> NDArray[np.uint64] | None:
     """Return the entries [slots, 2] at the end of a file; None if they are missing or fail their checksum."""
     nbytes, size = index_nbytes(slots), os.fstat(fd).st_size
-    body = os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b""
-    if len(body) != nbytes or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
+    return entries_in(os.pread(fd, nbytes, size - nbytes) if size >= nbytes else b"", slots)
+
+
+def entries_in(body: bytes, slots: int) -> NDArray[np.uint64] | None:
+    """Return the entries [slots, 2] in the last bytes of a shard; None if they fail their checksum."""
+    if len(body) != index_nbytes(slots) or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
         return None
     return np.frombuffer(body, dtype="<u8", count=2 * slots).reshape(slots, 2)
 

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
+import google_crc32c
+
+from capd.errors import ObjectStoreError
 from capd.store.objects.address import Address
 from capd.store.objects.credentials import store_options
 from capd.store.objects.failures import translated
@@ -28,6 +31,7 @@ _MIN_PART_NBYTES = 16 << 20
 # S3 allows 10,000 parts.
 _MAX_PARTS = 9_000
 _PARTS_AT_ONCE = 4
+_PIECE_NBYTES = 4 << 20
 # The limits within one call.
 _RETRIES = 3
 _RETRY_TIMEOUT = timedelta(seconds=20)
@@ -54,18 +58,23 @@ class Bucket:
         requests: The number of calls so far, each of them one request (see the module).
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, is_new: bool = True) -> None:
         """Prepare the access. No request is made.
+
+        Args:
+            address: The address.
+            is_new: Whether the directory of a `file` address may be missing. It is then made.
 
         Raises:
             CapdError: The extra `store` is not installed.
             ConfigError: The settings in the environment are not valid.
+            ObjectStoreError: There is no such directory.
         """
         self.address = address
         self.requests = 0
         self._lock = threading.Lock()
         self._prefix = "" if address.scheme == "file" else (address.key and f"{address.key}/")
-        self._obs, self._store = _connect(address)
+        self._obs, self._store = _connect(address, is_new=is_new)
 
     @property
     def keeps_attributes(self) -> bool:
@@ -75,6 +84,10 @@ class Bucket:
     def obstore(self) -> Any:
         """Return the store object of obstore, for other libraries. Its keys begin with the key of the address."""
         return self._store
+
+    def full_key(self, key: str) -> str:
+        """Return the key of an object as `obstore()` has it."""
+        return self._prefix + key
 
     def get(self, key: str, *, at_most: int | None = None) -> bytes:
         """Return an object.
@@ -99,6 +112,30 @@ class Bucket:
             if found.meta["size"] > at_most:
                 raise ValueError(f"it has {found.meta['size']} bytes, more than {at_most}")
             return bytes(found.bytes()), found.meta["e_tag"]
+
+    def get_into(self, key: str, file: IO[bytes], *, at_most: int) -> int:
+        """Write an object into a file in bounded memory, and return the crc32c of its bytes.
+
+        Raises:
+            ObjectStoreError: It is missing, larger than `at_most`, or cannot be read.
+            OSError: The file cannot be written.
+        """
+        crc, size = 0, 0
+        for piece in self._pieces(key, at_most):
+            crc, size = google_crc32c.extend(crc, piece), size + len(piece)
+            if size > at_most:
+                raise ObjectStoreError(f"{self.address / key}: it has more than {at_most} bytes")
+            file.write(piece)
+        file.flush()
+        return crc
+
+    def _pieces(self, key: str, at_most: int) -> Iterator[bytes]:
+        with self._calling(key):
+            found = self._obs.get(self._store, self._prefix + key)
+            if found.meta["size"] > at_most:
+                raise ValueError(f"it has {found.meta['size']} bytes, more than {at_most}")
+            for piece in found.stream(min_chunk_size=_PIECE_NBYTES):
+                yield bytes(piece)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
         """Return the bytes start ≤ offset < end of an object; fewer if it ends before.
@@ -264,7 +301,7 @@ def _crc_of(attributes: Mapping[Any, Any]) -> int | None:
         return None
 
 
-def _connect(address: Address) -> tuple[Any, Any]:
+def _connect(address: Address, *, is_new: bool) -> tuple[Any, Any]:
     """Return the module obstore and a store of it."""
     try:
         import obstore
@@ -279,7 +316,9 @@ def _connect(address: Address) -> tuple[Any, Any]:
         if address.scheme == "file":
             # The directory of a new store must not be readable for others.
             place = Path("/", address.key)
-            return obstore, stores.LocalStore(place, mkdir=True)
+            if not is_new and not place.is_dir():
+                raise FileNotFoundError(place)
+            return obstore, stores.LocalStore(place, mkdir=is_new)
         return obstore, stores.from_url(
             f"{address.scheme}://{address.bucket}",
             retry_config={"max_retries": _RETRIES, "retry_timeout": _RETRY_TIMEOUT},

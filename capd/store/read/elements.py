@@ -6,11 +6,10 @@ element that cannot be read exactly raises DamagedRecord. No value is ever fille
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +23,12 @@ from capd.store.format.dtypes import stored_shape
 from capd.store.format.encode import as_array
 from capd.store.format.frames import RecordHead, SeriesHeader
 from capd.store.read.locate import Locator
-from capd.store.read.node import NodeView
 from capd.store.read.parallel import Job, run_jobs
 from capd.store.read.recent import Recent
-from capd.store.read.shard_file import FileCache, Identity, Place, ShardFile
+from capd.store.read.shard_file import FileCache, Place, ShardFile
+from capd.store.read.source import RunNode
+from capd.store.remote.node import RemoteNode
+from capd.store.remote.shard import ShardWindows
 
 __all__ = ["ReadTools", "RecordReader"]
 
@@ -36,6 +37,7 @@ _OPEN_FILES = 32
 _KEPT_CHUNKS = 64
 _KEPT_PLANS = 16
 _CRC_NBYTES = 4
+ReadFile: TypeAlias = ShardFile | ShardWindows
 
 
 @dataclass(slots=True)
@@ -43,26 +45,32 @@ class ReadTools:
     """The caches that all series of a Store share: open files, and decoded chunks of small records."""
 
     files: FileCache = field(default_factory=lambda: FileCache(_OPEN_FILES))
-    chunks: Recent[tuple[Identity, Place], NDArray[np.generic]] = field(
+    chunks: Recent[tuple[Hashable, Place], NDArray[np.generic]] = field(
         default_factory=lambda: Recent(_KEPT_CHUNKS)
     )
 
 
 class _Plan(NamedTuple):
-    """The plan for reading a region of records of one shape. ordinals: all chunks of the record, touched or not."""
+    """The plan for reading a region of records of one shape.
+
+    ordinals: all chunks of the record, touched or not. wanted: those of the pieces.
+    """
 
     shape: tuple[int, ...]
     selection: Selection
     pieces: tuple[Piece, ...]
     ordinals: tuple[int, ...]
+    wanted: tuple[int, ...]
 
 
 class RecordReader:
     """A reader for the records of one series of one node."""
 
-    def __init__(self, node: NodeView, header: SeriesHeader, tools: ReadTools) -> None:
+    def __init__(self, node: RunNode, header: SeriesHeader, tools: ReadTools) -> None:
         self._node, self._header, self._chunks = node, header, tools.chunks
-        self._locator = Locator(node, header, tools.files)
+        self._locator = (
+            node.locator(header) if isinstance(node, RemoteNode) else Locator(node, header, tools.files)
+        )
         # The plans of whole records, by shape.
         self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)
 
@@ -80,7 +88,12 @@ class RecordReader:
         """
         plan = self._plan(number, record, region)
         out = np.empty(plan.selection.extents, dtype=self._chain.stored)
-        run_jobs(self._jobs(number, record, plan, out))
+        try:
+            run_jobs(self._jobs(number, record, plan, out))
+        except DamagedRecord:
+            if not self._locator.renew(number):
+                raise
+            run_jobs(self._jobs(number, record, plan, out))
         return out.reshape(plan.selection.shape)
 
     def encoded(self, number: int, record: RecordHead) -> list[tuple[int, Encoded]]:
@@ -91,14 +104,14 @@ class RecordReader:
             StoreError: A file cannot be read.
         """
         plan = self._plan(number, record, ...)
-        file, places, raw = self._locator.find(number, record, plan.ordinals)
+        file, places, raw = self._locator.find(number, record, plan.ordinals, plan.ordinals)
         if raw is not None or self._header.geometry.batch > 1:
             raise self._locator.damage(number, "it has no chunks of its own", file.path)
         found: list[tuple[int, Encoded]] = []
         for ordinal in plan.ordinals:
             offset, nbytes = places[ordinal]
             try:
-                payload = os.pread(file.fd, nbytes, offset)
+                payload = file.read((offset, nbytes))
             except OSError as error:
                 raise self._locator.failure(number, error, file.path) from error
             encoded = Encoded.of(payload)
@@ -121,6 +134,7 @@ class RecordReader:
             raise CapdError(f"{self._header.path}: only records of one shape can be stacked, not {known}")
         plan = self._plan(*records[0], region)
         out = np.empty((len(records), *plan.selection.extents), dtype=self._chain.stored)
+        self._locator.prepare([number for number, _ in records], plan.ordinals, plan.wanted)
         jobs = (
             job
             for at, (number, record) in enumerate(records)
@@ -143,14 +157,15 @@ class RecordReader:
         if plan is None:
             selection = select(region, shape)
             ordinals = tuple(ordinal for ordinal, _ in geometry.chunks(shape))
-            plan = _Plan(shape, selection, tuple(selection.pieces(geometry)), ordinals)
+            pieces = tuple(selection.pieces(geometry))
+            plan = _Plan(shape, selection, pieces, ordinals, tuple(piece.ordinal for piece in pieces))
             if region is Ellipsis:
                 self._whole.put(shape, plan)
         return plan
 
     def _jobs(self, number: int, record: RecordHead, plan: _Plan, out: NDArray[np.generic]) -> Iterator[Job]:
         """Find the record. Yield one decoding job per chunk of the region."""
-        file, places, raw = self._locator.find(number, record, plan.ordinals)
+        file, places, raw = self._locator.find(number, record, plan.ordinals, plan.wanted)
         if raw is not None:
             out[...] = as_array(raw, self._chain.stored, plan.shape)[plan.selection.slices]
             return
@@ -158,7 +173,7 @@ class RecordReader:
             yield partial(self._fill, number, file, places[piece.ordinal], piece, out)
 
     def _fill(
-        self, number: int, file: ShardFile, place: Place, piece: Piece, out: NDArray[np.generic]
+        self, number: int, file: ReadFile, place: Place, piece: Piece, out: NDArray[np.generic]
     ) -> None:
         # Without the Ellipsis, indexing a record without axes would return a scalar.
         target: NDArray[np.generic] = out[(*piece.target, ...)]  # type: ignore[arg-type]
@@ -167,7 +182,7 @@ class RecordReader:
             if batch > 1:
                 target[...] = self._shared_chunk(file, place)[number % batch][piece.source]
             elif piece.whole and target.flags.c_contiguous:
-                decode_into(self._chain, os.pread(file.fd, place[1], place[0]), target)
+                decode_into(self._chain, file.read(place), target)
             else:
                 target[...] = self._decoded(file, place)[0][piece.source]
         except DamagedRecord as error:
@@ -175,15 +190,15 @@ class RecordReader:
         except OSError as error:
             raise self._locator.failure(number, error, file.path) from error
 
-    def _shared_chunk(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
+    def _shared_chunk(self, file: ReadFile, place: Place) -> NDArray[np.generic]:
         chunk = self._chunks.get((file.identity, place))
         if chunk is None:
             chunk = self._decoded(file, place)
             self._chunks.put((file.identity, place), chunk)
         return chunk
 
-    def _decoded(self, file: ShardFile, place: Place) -> NDArray[np.generic]:
+    def _decoded(self, file: ReadFile, place: Place) -> NDArray[np.generic]:
         geometry = self._header.geometry
         chunk = np.empty((geometry.batch, *geometry.chunk), dtype=self._chain.stored)
-        decode_into(self._chain, os.pread(file.fd, place[1], place[0]), chunk)
+        decode_into(self._chain, file.read(place), chunk)
         return chunk

@@ -7,7 +7,7 @@ new one is complete, so a second search finds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from capd.errors import DamagedRecord, StoreError
@@ -41,13 +41,23 @@ class Locator:
         # The paths of shards. Joining them for each read would cost as much as a small read.
         self._paths: dict[int, str] = {}
 
-    def find(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located:
+    def renew(self, number: int) -> bool:
+        """Return whether the file of a record has changed since it was read. A file that is open never changes."""
+        return False
+
+    def prepare(self, numbers: Sequence[int], ordinals: tuple[int, ...], wanted: Collection[int]) -> None:
+        """Prepare the reading of several records of one shape. Files need none."""
+
+    def find(
+        self, number: int, record: RecordHead, ordinals: tuple[int, ...], wanted: Collection[int] = ()
+    ) -> Located:
         """Find a record.
 
         Args:
             number: The record's number in its series.
             record: The capture that the catalog names.
             ordinals: All chunks of the record.
+            wanted: The chunks that will be read; a file needs no notice.
 
         Raises:
             RemovedRun: The run or the series was removed since the view was made.

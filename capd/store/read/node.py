@@ -13,7 +13,6 @@ it, with a warning.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,17 +34,15 @@ from capd.store.catalog.rows import (
     read_stored,
 )
 from capd.store.catalog.sessions import read_sessions
-from capd.store.documents.headers import fits
-from capd.store.documents.json_document import is_shallow
+from capd.store.documents.headers import sound_row
 from capd.store.documents.tombstone import removed_series
 from capd.store.documents.zarr_json import run_attributes
-from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader
+from capd.store.format.frames import RecordHead, RecordRow
 from capd.store.format.ranges import RangeSet
-from capd.store.format.statistics import is_possible
 from capd.store.read.spool import Spool, SpooledSeries
 from capd.store.scan.survey import survey, survey_series
 
-__all__ = ["NodeView", "sound_row"]
+__all__ = ["NodeView"]
 
 logger = logging.getLogger(__name__)
 
@@ -279,19 +276,3 @@ class NodeView:
         except (*_DAMAGE, StoreError):
             return set(self.series)
         return {path for path, row in self.series.items() if row.id in ids or path in self.spooled}
-
-
-def sound_row(row: RecordRow, header: SeriesHeader) -> RecordRow:
-    """Return the row if its shape, statistics and texts are valid.
-
-    Raises:
-        ValueError: The row is not valid.
-    """
-    for text in (row.metadata, row.attributes):
-        if text and not (isinstance(found := json.loads(text), dict) and is_shallow(found)):
-            raise ValueError("a record's metadata is not a JSON object")
-    if not fits(header, row.shape, row.nbytes):
-        raise ValueError("a record's shape does not fit its series")
-    if row.stats is not None and not is_possible(row.stats):
-        raise ValueError("a record's statistics are impossible")
-    return row

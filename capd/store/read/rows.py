@@ -10,8 +10,8 @@ from typing import TypeVar
 from capd.errors import DamagedRecord
 from capd.store.catalog.rows import SeriesRow
 from capd.store.format.frames import RecordHead, RecordRow
-from capd.store.read.node import NodeView
 from capd.store.read.recent import Recent
+from capd.store.read.source import RunNode
 from capd_client.protocol.key import Moment
 
 __all__ = ["NewestAttempts", "SeriesRows"]
@@ -29,7 +29,7 @@ class SeriesRows:
     """
 
     def __init__(
-        self, node: NodeView, row: SeriesRow, attempt: int | str = "all", newest: NewestAttempts | None = None
+        self, node: RunNode, row: SeriesRow, attempt: int | str = "all", newest: NewestAttempts | None = None
     ) -> None:
         self._node, self._row, self._attempt, self._newest = node, row, attempt, newest
         self._rows: Recent[int, dict[int, RecordRow]] = Recent(_KEPT_WINDOWS)
@@ -109,7 +109,7 @@ class NewestAttempts:
     are then in another series, and replace those of the earlier attempt all the same.
     """
 
-    def __init__(self, series: Iterable[tuple[NodeView, SeriesRow]]) -> None:
+    def __init__(self, series: Iterable[tuple[RunNode, SeriesRow]]) -> None:
         self._series = list(series)
 
     @cached_property

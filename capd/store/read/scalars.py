@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from capd.store.catalog.rows import SeriesRow
 from capd.store.read.elements import ReadTools
-from capd.store.read.node import NodeView
 from capd.store.read.series import Series, import_extra
+from capd.store.read.source import RunNode
 from capd_client.protocol.key import Moment
 
 __all__ = ["Scalar", "ScalarRows", "read_scalar", "scalar_rows"]
 
 # One scalar of one rank. After a restart, the rank may have continued on another node.
-ScalarRows = Sequence[tuple[NodeView, SeriesRow]]
+ScalarRows = Sequence[tuple[RunNode, SeriesRow]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,9 +61,9 @@ class Scalar:
         return pd.Series(self.values, index=index, name=self.name)
 
 
-def scalar_rows(nodes: Iterable[NodeView]) -> dict[tuple[str, int], ScalarRows]:
+def scalar_rows(nodes: Iterable[RunNode]) -> dict[tuple[str, int], ScalarRows]:
     """Return the series of each scalar by its name and rank, in this order."""
-    found: dict[tuple[str, int], list[tuple[NodeView, SeriesRow]]] = defaultdict(list)
+    found: dict[tuple[str, int], list[tuple[RunNode, SeriesRow]]] = defaultdict(list)
     for node in nodes:
         for row in node.series.values():
             if row.records and row.holds_scalars:

@@ -24,10 +24,11 @@ from capd.store.format.statistics import public
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
-from capd.store.read.node import NodeView
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
 from capd.store.read.rows import NewestAttempts, SeriesRows
+from capd.store.read.source import RunNode
+from capd.store.remote.node import RemoteNode
 from capd.store.scan.shown_array import check_array
 from capd_client.protocol.key import Key, Moment
 
@@ -50,7 +51,7 @@ class Series:
 
     def __init__(
         self,
-        node: NodeView,
+        node: RunNode,
         row: SeriesRow,
         tools: ReadTools,
         attempt: int | str = "all",
@@ -336,6 +337,8 @@ class Series:
         Raises:
             DamagedRecord: The metadata of the array contradict the series.
         """
+        if isinstance(self._node, RemoteNode):
+            return self._node.array(self._row.header)
         import zarr
 
         check_array(self._node.run, self._row.header)

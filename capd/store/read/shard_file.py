@@ -82,6 +82,10 @@ class ShardFile:
         """The size of the file when it was opened."""
         return self.identity[2]
 
+    def read(self, place: Place) -> bytes:
+        """Return the bytes at a place; fewer if the file ends before. Raises OSError."""
+        return os.pread(self.fd, place[1], place[0])
+
     def belongs_to(self, header: SeriesHeader, shard: int) -> bool | None:
         """Return whether its HEADER frame names this shard of this series; None if it has no intact HEADER."""
         if self._asked is not header:

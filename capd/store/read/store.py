@@ -7,6 +7,7 @@ readers do.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,18 +18,19 @@ from typing import Any
 
 import msgspec
 
-from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore
+from capd.errors import CapdError, ConfigError, NoSuchSeries
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
-from capd.store.documents.tombstone import RemovedSeries, Tombstone, check_present, removed_series
-from capd.store.documents.zarr_json import run_attributes
+from capd.store.documents.tombstone import RemovedSeries, Tombstone, removed_series
+from capd.store.objects.address import Address, RunPlace, place_of
 from capd.store.read.elements import ReadTools
-from capd.store.read.node import NodeView
 from capd.store.read.notebook import store_html
 from capd.store.read.rows import NewestAttempts
 from capd.store.read.scalars import Scalar, ScalarRows, read_scalar, scalar_rows
 from capd.store.read.series import Record, Series, import_extra
+from capd.store.read.source import RunNode, source_of
+from capd.store.remote.run import remote_runs
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.reference import parse_reference
 
@@ -43,6 +45,7 @@ __all__ = [
     "list_series",
     "open_store",
     "runs",
+    "runs_at",
 ]
 
 _KEY_FIELDS = frozenset(Key.__struct_fields__)
@@ -78,27 +81,20 @@ class Store:
     names the series that `capd rm --series` removed.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a run directory. Raises NotAStore if it is not one."""
-        if not path.is_dir():
-            check_present(path)
-            raise NotAStore(f"{path} is not a run directory; `capd ls` on the store root lists its runs")
+    def __init__(self, path: RunPlace) -> None:
+        """Open a run directory, or a run in an object store. Raises NotAStore if it is not one."""
         self.path = path
-        self.run_id: str = run_attributes(path).get("run_id", path.stem)
+        self._source = source_of(path)
         self._tools = ReadTools()
-        self._nodes: list[NodeView] = []
+        self._nodes: list[RunNode] = []
         self._scalar_rows: dict[tuple[str, int], ScalarRows] | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the catalogs and spools again. If a file only grew, only its new part is read."""
-        before = {node.directory: node for node in self._nodes}
-        directories = sorted((self.path / ".capd").glob("node=*"))
-        # If only the shards were copied, their journals name their series.
-        if not directories:
-            directories = [self.path / ".capd" / "node="]
-        self._nodes = [NodeView(self.path, directory, before.get(directory)) for directory in directories]
-        attributes = run_attributes(self.path)
+        """Read the catalogs and spools, or the manifests again. If a file only grew, only its new part is read."""
+        self._nodes = list(self._source.nodes())
+        attributes = self._source.attributes()
+        self.run_id: str = attributes.get("run_id", self.path.stem)
         self.removed: list[RemovedSeries] = removed_series(attributes)
         # A kill interrupted their removal: some of their files may be gone.
         half = removed_series(attributes, "removing")
@@ -109,7 +105,7 @@ class Store:
         self._scalar_rows = None
 
     @property
-    def nodes(self) -> list[NodeView]:
+    def nodes(self) -> list[RunNode]:
         """The views of the nodes that wrote the run."""
         return list(self._nodes)
 
@@ -133,7 +129,7 @@ class Store:
         if attempt == "latest" and all(node.has_one_attempt for node in self._nodes):
             attempt = "all"
         found = []
-        of_key: dict[Key, list[tuple[NodeView, SeriesRow]]] = {}
+        of_key: dict[Key, list[tuple[RunNode, SeriesRow]]] = {}
         for node in self._nodes:
             within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
             for path, row in node.series.items():
@@ -374,9 +370,19 @@ def _flat(series: Series) -> Iterator[dict[str, Any]]:
 _STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
 
 
-def open_store(path: str | Path) -> Store:
-    """Open a run directory. Raises NotAStore if it is not one."""
-    return Store(Path(path))
+def open_store(place: str | os.PathLike[str] | Address) -> Store:
+    """Open a run directory, or a run in an object store, such as s3://bucket/runs/exp7.zarr.
+
+    Raises:
+        NotAStore: There is no run.
+        ConfigError: It is an address that is not valid.
+    """
+    return Store(place_of(place))
+
+
+def runs_at(place: RunPlace) -> Sequence[RunPlace]:
+    """Return the runs of a store root, or below a prefix of an object store, oldest first."""
+    return [run.place for run in remote_runs(place)] if isinstance(place, Address) else runs(place)
 
 
 def runs(root: str | Path) -> Sequence[Path]:

@@ -22,12 +22,11 @@ from capd.errors import DamagedRecord
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.catalog.sums import read_slice
 from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, node_directory, series_on_disk
-from capd.store.documents.headers import fits
+from capd.store.documents.headers import fits, sound_row
 from capd.store.documents.zarr_json import run_ids
 from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
-from capd.store.read.node import sound_row
 from capd.store.recover.salvage import Salvaged, ShardSource
 from capd.store.repair.catalog import UNREADABLE, readable_rows
 from capd.store.repair.result import LostRecord, Repair

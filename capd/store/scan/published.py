@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from capd.errors import DamagedRecord, NotAStore
-from capd.store.documents.json_document import is_length, read_document
+from capd.store.documents.json_document import document_in, is_length, read_document
 from capd.store.documents.zarr_json import read_group
 from capd.store.format.columns import MAX_INLINE
 from capd.store.scan.moments_table import MomentsTable
 from capd_client.protocol.key import Moment
 
-__all__ = ["Published", "read_array", "read_published", "read_shape"]
+__all__ = ["Published", "array_in", "read_array", "read_published", "read_shape"]
 
 _MOMENT = Moment.__struct_fields__
 
@@ -124,6 +124,22 @@ def read_array(series: Path) -> dict[str, Any]:
         raise DamagedRecord(f"data/zarr.json cannot be read: {error}") from error
     if document is None:
         raise DamagedRecord("data/zarr.json is missing")
+    return _array_of(document)
+
+
+def array_in(payload: bytes, place: object) -> dict[str, Any]:
+    """Return the array document in a file that was read from `place`.
+
+    Raises:
+        DamagedRecord: The document is damaged.
+    """
+    try:
+        return _array_of(document_in(payload, place))
+    except NotAStore as error:
+        raise DamagedRecord(f"data/zarr.json cannot be read: {error}") from error
+
+
+def _array_of(document: dict[str, Any]) -> dict[str, Any]:
     shape = document.get("shape")
     if not isinstance(shape, list) or not shape or not all(map(is_length, shape)):
         raise DamagedRecord("data/zarr.json is not the metadata of an array")

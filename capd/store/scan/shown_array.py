@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from capd.errors import DamagedRecord
 from capd.store.format.frames import SeriesHeader
 from capd.store.scan.described import array_problems
-from capd.store.scan.published import read_array
+from capd.store.scan.published import array_in, read_array
 from capd.store.scan.survey import shard_files
 
-__all__ = ["check_array"]
+__all__ = ["check_array", "check_document"]
 
 
 def check_array(run: Path, header: SeriesHeader) -> None:
@@ -19,8 +20,26 @@ def check_array(run: Path, header: SeriesHeader) -> None:
     Raises:
         DamagedRecord: The metadata does not match, or cannot be read.
     """
-    document = read_array(run / header.path)
     held = header.geometry.shard_records * len(shard_files(run / header.path))
+    _check(read_array(run / header.path), header, held)
+
+
+def check_document(payload: bytes, header: SeriesHeader, held: int, place: object) -> None:
+    """Check the same of a document in memory.
+
+    Args:
+        payload: The document.
+        header: The header of the series.
+        held: The most records that the shards hold.
+        place: Where it is, for the message.
+
+    Raises:
+        DamagedRecord: The metadata does not match, or cannot be read.
+    """
+    _check(array_in(payload, place), header, held)
+
+
+def _check(document: dict[str, Any], header: SeriesHeader, held: int) -> None:
     problem = next(array_problems(document, header), None)
     if problem is None and document["shape"][0] > held:
         problem = f"it claims {document['shape'][0]} records, but the shards hold at most {held}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ _MAX_GROUP_ROWS = 1 << 20
 # The body of a record is at most a frame; a group that unfolds to more is not of capd.
 _MAX_GROUP_NBYTES = 1 << 30
 _MAX_FOOTER_NBYTES = 64 << 20
+_KEPT_GROUPS = 4
 _MAGIC = b"PAR1"
 _MOMENT = Moment.__struct_fields__
 
@@ -57,6 +59,8 @@ class SegmentWriter:
             record_schema(),
             compression="zstd",
             write_statistics=["path", "iteration", "series", "record"],
+            # A reader of one row group cannot check the checksum of the file.
+            write_page_checksum=True,
         )
         self._columns: dict[str, list[Any]] = {name: [] for name in RECORD_COLUMNS}
         self._starts: dict[int, int] = {}
@@ -158,6 +162,8 @@ class RecordSegment:
         import pyarrow.parquet as pq
 
         self._place, self._fetch = place, fetch
+        # Small series share a row group.
+        self._group = lru_cache(_KEPT_GROUPS)(self._read_group)
         try:
             if len(footer) > _MAX_FOOTER_NBYTES:
                 raise ValueError("its footer is too large")
@@ -188,7 +194,7 @@ class RecordSegment:
                 rows = self._group(number)
                 yield from rows[max(first - start, 0) : last - start]
 
-    def _group(self, number: int) -> list[BodyRow]:
+    def _read_group(self, number: int) -> list[BodyRow]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -198,7 +204,9 @@ class RecordSegment:
             if len(held) != end - start:
                 raise ValueError(f"it ends within bytes {start} to {end}")
             source = pa.PythonFile(_Window(held, start), mode="r")
-            file = pq.ParquetFile(source, metadata=self._metadata, pre_buffer=False)
+            file = pq.ParquetFile(
+                source, metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
+            )
             table = file.read_row_group(number, columns=list(BODY_COLUMNS))
             columns = [table.column(name).to_pylist() for name in BODY_COLUMNS]
             found = [BodyRow(*row) for row in zip(*columns, strict=True)]
