@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from capd.analyze.groups import FIELDS, KEY_FIELDS, MOMENT_FIELDS, Tally, Value, in_order
@@ -43,7 +44,7 @@ def collection_report(store: Store, state: CollectionState) -> dict[str, Any]:
         all_records.add(whole)
         stored += series.stored_bytes
     return {
-        "path": str(store.path.absolute()),
+        "path": str(Path(str(store.path)).absolute()),
         "types": [one.model_dump() for one in state.types],
         "records": all_records.records,
         "raw_bytes": all_records.raw_bytes,

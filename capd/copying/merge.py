@@ -36,6 +36,7 @@ class MergeSource:
     """One run of a merge.
 
     Attributes:
+        run: Its directory.
         shift: What is added to the attempts of its own clients.
         shared: The clients that an earlier run has, too.
         repeated: The captures that an earlier run has, with the same bytes.
@@ -43,6 +44,7 @@ class MergeSource:
         copied: The series whose records are copied.
     """
 
+    run: Path
     store: Store
     series: list[Series]
     shift: int = 0
@@ -101,7 +103,7 @@ def _plan(runs: Sequence[Path], *, linkable: bool) -> list[MergeSource]:
     for run in runs:
         run_identity(run)
     stores = [open_store(run) for run in runs]
-    sources = [MergeSource(store, store.everything()) for store in stores]
+    sources = [MergeSource(run, store, store.everything()) for run, store in zip(runs, stores, strict=True)]
     if not any(source.series for source in sources):
         raise NothingMatched(f"none of {', '.join(map(str, runs))} has a record")
     for at, source in enumerate(sources):
@@ -176,7 +178,7 @@ def _repeated(source: MergeSource, earlier: Sequence[MergeSource]) -> set[Captur
         same = same and before.row(at).capture == row.capture
         if not same or before.read(at).tobytes() != series.read(number).tobytes():
             raise StoreError(
-                f"{series.path}#{number} of {source.store.path} and {before.path}#{at} of an earlier run are one "
+                f"{series.path}#{number} of {source.run} and {before.path}#{at} of an earlier run are one "
                 "capture with different bytes; these runs cannot be merged"
             )
         found.add((row.client, row.sequence))
@@ -195,7 +197,7 @@ def _write(sources: Sequence[MergeSource], built: Building, progress: Progress) 
     _root_document(sources, built)
     for source in sources:
         for series in source.linked:
-            _link(source.store.path, series.path, built.run, progress)
+            _link(source.run, series.path, built.run, progress)
             failpoint("copy.after_series")
     _sync_tree(built.run)
     failpoint("copy.after_files")
@@ -229,7 +231,7 @@ def _root_document(sources: Sequence[MergeSource], built: Building) -> None:
     document = built.run / "zarr.json"
     if document.exists():
         return
-    ids = dict.fromkeys(name for source in sources for name in sorted(run_ids(source.store.path)))
+    ids = dict.fromkeys(name for source in sources for name in sorted(run_ids(source.run)))
     attributes = {"format": FORMAT_VERSION, "run_id": built.new.stem, "merged_from": list(ids)}
     make_directory(built.run)
     temporary = built.root / "document.tmp"
@@ -262,7 +264,7 @@ def _sync_tree(run: Path) -> None:
 def _said(source: MergeSource) -> Merged:
     records = sum(map(len, source.series))
     return Merged(
-        source.store.path,
+        source.run,
         records - len(source.repeated),
         len(source.repeated),
         len(source.linked),
