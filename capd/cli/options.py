@@ -11,7 +11,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["Command", "Config", "Json", "StoreRoot", "Wide", "flag", "grouped", "option"]
+from capd.errors import ConfigError
+from capd.store.objects.address import is_address
+
+__all__ = ["Command", "Config", "Json", "StoreRoot", "Wide", "flag", "grouped", "local_path", "option"]
 
 
 def option(name: str, value: str, text: str, *names: str, **more: Any) -> Any:
@@ -35,11 +38,26 @@ def flag(name: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(name, *names, help=text, **more)
 
 
+def local_path(text: str) -> Path:
+    """Return the path that an argument names, for a command that only works on this machine.
+
+    Raises:
+        ConfigError: It is an address of an object store.
+    """
+    if is_address(text):
+        raise ConfigError(
+            f"{text} is in an object store, and this command works on runs of this machine alone; "
+            "`capd cp` brings a run here"
+        )
+    return Path(text)
+
+
 Wide = Annotated[bool, flag("--wide", "Shorten and leave out nothing to fit the terminal.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 Command = Annotated[list[str], typer.Argument(metavar="-- CMD…", help="The job and its arguments.")]
 StoreRoot = Annotated[
-    Path | None, option("--store", "DIR", "Directory that holds the runs [default: captures].")
+    Path | None,
+    option("--store", "DIR", "Directory that holds the runs [default: captures].", parser=local_path),
 ]
 Config = Annotated[
     Path | None,

@@ -13,6 +13,7 @@ from capd.cli.progress import Progress
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import AttemptOption, RunOption, attempt_of, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd.store.objects.address import Address, RunPlace, place_of
 
 if TYPE_CHECKING:
     from capd.io.items import Items
@@ -123,7 +124,7 @@ class Sources:
         return (1 if self.files else 4) if gathered.skipped else 0
 
 
-def found_in(place: Path, options: SourceOptions) -> Sources:
+def found_in(place: RunPlace, options: SourceOptions) -> Sources:
     """Find the records to read: of the newest run in a directory, of one run, of all runs, or of tensor files.
 
     Raises:
@@ -133,7 +134,7 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
     from capd.io.items import items_of_files, items_of_runs
 
     tests, share = options.keys.tests(), options.share
-    if holds_files(place):
+    if isinstance(place, Path) and holds_files(place):
         items = items_of_files(place, tests, options.layer_base)
         if items.total and share < 1:
             raise ConfigError(
@@ -152,7 +153,7 @@ def found_in(place: Path, options: SourceOptions) -> Sources:
     return Sources(names, items, False, options.threads, share)
 
 
-def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
+def found_beside(places: Sequence[RunPlace], options: SourceOptions) -> Sources:
     """Find the records of several runs or directories, each with its run's name before the quant type.
 
     Raises:
@@ -167,10 +168,10 @@ def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
         raise ConfigError(
             "give runs, or directories of .pt files, not both; `capd import` reads files into a run"
         )
-    if len({Path(name).resolve() for name in names}) < len(names):
+    if len({_real(name) for name in names}) < len(names):
         raise ConfigError(f"a run is given twice: {', '.join(names)}; name each once")
     labels = [
-        Path(one.names[0]).resolve().stem if len(one.names) == 1 else place.resolve().name
+        _real(one.names[0]).stem if len(one.names) == 1 else _real(str(place)).name
         for one, place in zip(each, places, strict=True)
     ]
     if len({*labels}) < len(each):
@@ -179,16 +180,21 @@ def found_beside(places: Sequence[Path], options: SourceOptions) -> Sources:
     return Sources(names, items, each[0].files, options.threads, options.share)
 
 
-def _runs(place: Path, run: str | None, all_runs: bool) -> list[Path]:
-    if any(place.glob("*/*.pt")):
+def _real(name: str) -> RunPlace:
+    place = place_of(name)
+    return place if isinstance(place, Address) else place.resolve()
+
+
+def _runs(place: RunPlace, run: str | None, all_runs: bool) -> list[RunPlace]:
+    if isinstance(place, Path) and any(place.glob("*/*.pt")):
         note(f"{place} also has tensor files, which are not read; `capd import` reads them into a run")
     if not all_runs:
         return [resolve_run(place, run)]
     if run is not None:
         raise ConfigError("--run names one run and --all-runs takes all of them; give one of the two")
-    from capd.store.read.store import runs
+    from capd.store.read.store import runs_at
 
-    return ([] if is_run(place) else list(runs(place))) or [resolve_run(place)]
+    return ([] if is_run(place) else list(runs_at(place))) or [resolve_run(place)]
 
 
 def one_thread_each() -> None:

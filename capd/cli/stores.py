@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -12,16 +12,26 @@ from capd.cli.completion import any_of, run_names, store_paths
 from capd.cli.options import option
 from capd.cli.output import note
 from capd.errors import ConfigError, NotAStore
+from capd.store.objects.address import Address, RunPlace, place_of
 
-__all__ = ["AttemptOption", "RunOption", "StoreArgument", "attempt_of", "default_store", "resolve_run"]
+__all__ = [
+    "AttemptOption", "Given", "RunOption", "StoreArgument", "attempt_of", "default_store", "is_run", "resolve_run",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    Given: TypeAlias = RunPlace
+else:
+    # typer knows no unions. `parser=place_of` makes the value.
+    Given = Any
 
 StoreArgument = Annotated[
-    Path | None,
+    Given | None,
     typer.Argument(
         metavar="STORE",
-        help="A run (NAME.zarr), or a directory of runs: the newest is read. "
-        "Default: CAPD_STORE, or store in capd.toml, or captures.",
+        help="A run (NAME.zarr), or a directory of runs: the newest is read. Both may be addresses, as "
+        "s3://BUCKET/KEY. Default: CAPD_STORE, or store in capd.toml, or captures.",
         show_default=False,
+        parser=place_of,
         autocompletion=store_paths,
     ),
 ]
@@ -56,8 +66,8 @@ def default_store() -> Path:
     return load_daemon_settings({}).store
 
 
-def resolve_run(store: Path | None, run: str | None = None) -> Path:
-    """Return the run directory that STORE and `--run` name. If there are several, a note says which one was chosen.
+def resolve_run(store: RunPlace | None, run: str | None = None) -> RunPlace:
+    """Return the run that STORE and `--run` name. If there are several, a note says which one was chosen.
 
     Raises:
         NotAStore: If there is no such run.
@@ -68,10 +78,13 @@ def resolve_run(store: Path | None, run: str | None = None) -> Path:
         if run is not None and place.name not in (run, f"{run}.zarr"):
             raise ConfigError(f"{place} is a run itself; give its directory to choose with --run {run}")
         return place
-    from capd.store.read.store import runs
+    from capd.store.read.store import runs_at
 
-    found = runs(place)
-    if run is not None:
+    if isinstance(place, Address) and run is not None:
+        # Nothing needs to be listed.
+        return place / f"{run.removesuffix('.zarr')}.zarr"
+    found = runs_at(place)
+    if isinstance(place, Path) and run is not None:
         return _named(place, found, run)
     if not found:
         raise NotAStore(f"no run in {place}; name the store, or capture one with `capd run -- CMD`")
@@ -80,12 +93,14 @@ def resolve_run(store: Path | None, run: str | None = None) -> Path:
     return found[-1]
 
 
-def is_run(path: Path) -> bool:
-    """Return whether `path` is a run directory, by its name or its Zarr metadata."""
+def is_run(path: RunPlace) -> bool:
+    """Return whether `path` is a run, by its name or its Zarr metadata."""
+    if isinstance(path, Address):
+        return path.is_run
     return path.suffix == ".zarr" or (path / "zarr.json").is_file()
 
 
-def _named(place: Path, found: Sequence[Path], run: str) -> Path:
+def _named(place: Path, found: Sequence[RunPlace], run: str) -> RunPlace:
     for path in found:
         if path.name in (run, f"{run}.zarr"):
             return path

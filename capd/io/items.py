@@ -22,6 +22,7 @@ from capd.io.sample import places_of
 from capd.pt_files.files import TensorFile, find_files
 from capd.pt_files.import_ import load_file
 from capd.store.format.statistics import Stats, public, summarise
+from capd.store.objects.address import RunPlace
 from capd.store.read.series import Series
 from capd.store.read.store import open_store
 from capd_client.process.text import printable
@@ -115,12 +116,12 @@ class Items:
 
 
 def items_of_runs(
-    paths: Sequence[Path], tests: Sequence[Test], share: float = 1.0, attempt: int | str = "latest"
+    paths: Sequence[RunPlace], tests: Sequence[Test], share: float = 1.0, attempt: int | str = "latest"
 ) -> Items:
     """Return the records of runs whose keys pass all tests, series by series.
 
     Args:
-        paths: The runs.
+        paths: The runs, on this machine or in an object store.
         tests: The tests of keys.
         share: The share of each series to sample.
         attempt: As in `Store.find`: of records that share a moment, "latest" keeps only the newest.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.io.items import UNREADABLE, Items, Skipped, Test, items_of_files, items_of_runs, skipped
+from capd.store.objects.address import RunPlace
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Key, Moment
 
@@ -44,7 +45,7 @@ class Side:
         without_elements: The number of records that keep only statistics, after `entries` was called.
     """
 
-    def __init__(self, source: Path, items: Items, *, damaged: bool) -> None:
+    def __init__(self, source: RunPlace, items: Items, *, damaged: bool) -> None:
         self.source, self.damaged, self._items = str(source), damaged, items
         self.without_elements = 0
 
@@ -68,7 +69,7 @@ class Side:
         return found, problems
 
 
-def run_side(path: Path, tests: Sequence[Test], attempt: int | str = "latest") -> Side:
+def run_side(path: RunPlace, tests: Sequence[Test], attempt: int | str = "latest") -> Side:
     """Return the records of a run whose keys pass all tests. attempt: as in `Store.find`."""
     return Side(path, items_of_runs([path], tests, attempt=attempt), damaged=True)
 

@@ -17,16 +17,17 @@ from typing import Any, Literal
 from capd.errors import CapdError
 from capd.store.catalog.opening import DamagedCatalog, connect_read_only
 from capd.store.catalog.processes import is_running
-from capd.store.catalog.rows import CATALOG_NAME, SessionRow, head_of
+from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
-from capd.store.catalog.totals import log_and_catalog_nbytes
+from capd.store.catalog.totals import iterations_in, log_and_catalog_nbytes, quant_types_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.disk.run_lock import is_written
 from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.documents.tombstone import tombstone_in
 from capd.store.documents.zarr_json import run_attributes
+from capd.store.objects.address import RunPlace
 
-__all__ = ["RunFacts", "State", "inventory", "look_at", "run_paths"]
+__all__ = ["RunFacts", "RunSummary", "State", "add_sessions", "inventory", "look_at", "run_paths"]
 
 # live: a rank captures, or may come back. open: a daemon has it open, nobody captures. unsealed: a daemon was killed.
 State = Literal["live", "open", "unsealed", "sealed", "removing", "unreadable"]
@@ -37,11 +38,11 @@ _UNREADABLE = (OSError, CapdError, sqlite3.Error, ValueError, TypeError)
 
 
 @dataclass(slots=True)
-class RunFacts:
-    """One run of a store root.
+class RunSummary:
+    """What a list shows of a run, wherever it is.
 
     Attributes:
-        path: Its directory.
+        path: Its directory, or its address.
         run_id: The name of its directory without `.zarr`, which is its id unless somebody copied it.
         started_s: When its first rank came, as seconds since 1970; else the time of its document.
         ended_s: The time of its last change.
@@ -61,7 +62,7 @@ class RunFacts:
         problem: Why it is live or unreadable, in words.
     """
 
-    path: Path
+    path: RunPlace
     run_id: str
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -80,10 +81,32 @@ class RunFacts:
     is_pinned: bool = False
     problem: str = ""
 
+    def add_marks(self, attributes: dict[str, Any]) -> None:
+        """Add the tags and the pin in the `capd` attributes of the run."""
+        found = attributes.get("tags")
+        tags = found if isinstance(found, list) else []
+        self.tags = tuple(sorted(tag for tag in tags if isinstance(tag, str)))
+        self.is_pinned = attributes.get("pinned") is True
+
+    def add_captured(self, quant_types: Iterable[str], iterations: tuple[int, int] | None) -> None:
+        """Add what one node captured."""
+        self.quant_types = sorted({*self.quant_types, *quant_types})
+        if iterations is not None:
+            first, last = self.first_iteration, self.last_iteration
+            self.first_iteration = iterations[0] if first is None else min(first, iterations[0])
+            self.last_iteration = iterations[1] if last is None else max(last, iterations[1])
+
     @property
     def nbytes(self) -> int:
         """The bytes that the run takes, but for its small documents."""
         return self.stored_bytes + self.other_bytes
+
+
+@dataclass(slots=True)
+class RunFacts(RunSummary):
+    """One run of a store root on this machine."""
+
+    path: Path
 
 
 def run_paths(root: Path) -> list[Path]:
@@ -114,21 +137,16 @@ def look_at(run: Path, *, is_alone: bool = False) -> RunFacts:
         written = not is_alone and is_written(run)
         facts.started_s = facts.ended_s = (run / "zarr.json").stat().st_mtime
         attributes = run_attributes(run, removed=True)
-        facts.tags, facts.is_pinned = _tags(attributes), attributes.get("pinned") is True
+        facts.add_marks(attributes)
         facts.nodes = nodes_of(run)
         sessions = [(node, row) for node in facts.nodes for row in _add_node(facts, node)]
-        _add_sessions(facts, [row for _, row in sessions])
+        add_sessions(facts, [row for _, row in sessions])
         facts.state, facts.problem = _state(facts, sessions, written)
         if tombstone_in(attributes) is not None:
             facts.state = "removing"
     except _UNREADABLE as error:
         facts.state, facts.problem = "unreadable", str(error)
     return facts
-
-
-def _tags(attributes: dict[str, Any]) -> tuple[str, ...]:
-    found = attributes.get("tags")
-    return tuple(sorted(tag for tag in found if isinstance(tag, str))) if isinstance(found, list) else ()
 
 
 def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
@@ -149,21 +167,12 @@ def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
         facts.records += int(records)
         facts.raw_bytes += int(raw)
         facts.stored_bytes += int(stored)
-        types = db.execute("SELECT DISTINCT quant_type FROM series WHERE quant_type != 'scalar' AND records")
-        facts.quant_types = sorted({*facts.quant_types, *(str(name) for (name,) in types)})
-        ends = db.execute(
-            "SELECT records.body FROM series JOIN records ON records.series = series.id "
-            "AND records.record IN (0, series.records - 1)"
-        )
-        iterations = [head_of(body).moment.iteration for (body,) in ends]
-        if facts.first_iteration is not None and facts.last_iteration is not None:
-            iterations += [facts.first_iteration, facts.last_iteration]
-        if iterations:
-            facts.first_iteration, facts.last_iteration = min(iterations), max(iterations)
+        facts.add_captured(quant_types_in(db), iterations_in(db))
         return read_sessions(db)
 
 
-def _add_sessions(facts: RunFacts, sessions: Iterable[SessionRow]) -> None:
+def add_sessions(facts: RunSummary, sessions: Iterable[SessionRow]) -> None:
+    """Add what the counters of the ranks tell: how many there were, when the first came, and its command."""
     rows = sorted(sessions, key=lambda row: (row.started_ns, row.rank))
     facts.ranks = len({row.rank for row in rows})
     if rows:

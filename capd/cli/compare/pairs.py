@@ -13,6 +13,7 @@ from capd.cli.progress import Progress
 from capd.cli.sources import holds_files
 from capd.cli.stores import attempt_of, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
+from capd.store.objects.address import RunPlace, place_of
 from capd_client.protocol.key import Key
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
 
 def _scalars(request: CompareRequest, left: Side, right: Side) -> tuple[list[dict[str, Any]], list[Skipped]]:
     """Return the differences of the scalars of two runs, and damaged ones; none within one run, or of tensor files."""
-    if request.other is None or not (is_run(Path(left.source)) and is_run(Path(right.source))):
+    if request.other is None or not (is_run(place_of(left.source)) and is_run(place_of(right.source))):
         return [], []
     from capd.report.scalars.scalar_differences import scalar_differences
 
@@ -160,12 +161,12 @@ def _between(text: str) -> tuple[str, list[str]]:
 
 
 def _side(
-    request: CompareRequest, place: Path, tests: Sequence[Callable[[Any], bool]], value: str = ""
+    request: CompareRequest, place: RunPlace, tests: Sequence[Callable[[Any], bool]], value: str = ""
 ) -> Side:
     from capd.io.sides import file_side, run_side
 
     tests, attempt = [*request.source.keys.tests(), *tests], attempt_of(request.source.attempt)
-    if holds_files(place) and any(place.rglob("*.pt")):
+    if isinstance(place, Path) and holds_files(place) and any(place.rglob("*.pt")):
         return file_side(place, tests, request.source.layer_base)
     run = _newest_with(place, tests) if value and not request.source.run and not is_run(place) else None
     if run is None:
@@ -174,11 +175,11 @@ def _side(
     return run_side(run, tests, attempt)
 
 
-def _newest_with(place: Path, tests: Sequence[Callable[[Any], bool]]) -> Path | None:
+def _newest_with(place: RunPlace, tests: Sequence[Callable[[Any], bool]]) -> RunPlace | None:
     """Return the newest run that has a series of the selection: each `capd run` writes a run of its own."""
-    from capd.store.read.store import open_store, runs
+    from capd.store.read.store import open_store, runs_at
 
-    for run in reversed(runs(place)):
+    for run in reversed(runs_at(place)):
         if any(all(test(series.key) for test in tests) for series in open_store(run).series):
             return run
     return None

@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,8 +14,10 @@ from capd.cli.completion import field_lists, store_paths
 from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, note, print_json, print_lines
 from capd.cli.sources import SourceOptions, Sources, found_in
-from capd.cli.stores import StoreArgument, default_store
+from capd.cli.stores import Given, StoreArgument, default_store
 from capd.errors import ConfigError
+from capd.store.objects.address import RunPlace
+from capd.store.objects.address import place_of as run_place_of
 from capd.strict_json import json_number, strict_json
 from capd_client.process.text import human_value
 
@@ -35,11 +36,12 @@ class CompareRequest:
 
     store: StoreArgument = None
     other: Annotated[
-        Path | None,
+        Given | None,
         typer.Argument(
             metavar="OTHER",
             help="A second run to compare with, record by record.",
             show_default=False,
+            parser=run_place_of,
             autocompletion=store_paths,
         ),
     ] = None
@@ -58,7 +60,7 @@ class CompareRequest:
     as_json: Json = False
 
     @property
-    def place(self) -> Path:
+    def place(self) -> RunPlace:
         """STORE, or the default store."""
         return default_store() if self.store is None else self.store
 

@@ -10,7 +10,7 @@ import typer
 
 from capd.cli.completion import store_paths
 from capd.cli.copying.copied_line import copied_line
-from capd.cli.options import Json, Wide, flag
+from capd.cli.options import Json, Wide, flag, local_path
 from capd.cli.output import human_count, note, print_json
 from capd.cli.table import Column, print_columns
 
@@ -29,12 +29,20 @@ def merge(
             metavar="RUN…",
             help="The runs (NAME.zarr), in the order of their attempts.",
             show_default=False,
+            parser=local_path,
             autocompletion=store_paths,
         ),
     ],
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="NEW", help="The new run (NAME.zarr).", show_default=False),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="NEW",
+            help="The new run (NAME.zarr).",
+            show_default=False,
+            parser=local_path,
+        ),
     ],
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing; say what would be merged.")] = False,
     wide: Wide = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.completion import lists_of, store_paths
-from capd.cli.options import Json, Wide, flag, option
+from capd.cli.options import Json, Wide, flag, local_path, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.stores import default_store, is_run
 from capd.cli.table import Column, in_one_unit, print_columns
@@ -32,6 +32,7 @@ def du(
             metavar="[STORE]",
             help="A run, or a directory of runs. Default: CAPD_STORE, or store in capd.toml, or captures.",
             show_default=False,
+            parser=local_path,
             autocompletion=store_paths,
         ),
     ] = None,

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from capd.cli.completion import run_words, store_roots
-from capd.cli.options import flag
+from capd.cli.options import flag, local_path
 from capd.cli.output import note
-from capd.cli.stores import default_store
+from capd.cli.stores import default_store, is_run
 from capd.errors import ConfigError, EndpointError
 from capd_client.process.text import printable
 
@@ -32,6 +32,7 @@ RootArgument = Annotated[
         metavar="[STORE]",
         help="The directory of runs. Default: CAPD_STORE, or store in capd.toml, or captures.",
         show_default=False,
+        parser=local_path,
         autocompletion=store_roots,
     ),
 ]
@@ -50,7 +51,7 @@ Yes = Annotated[bool, flag("--yes", "Do it. Without this option, nothing is chan
 def root_of(store: Path | None) -> Path:
     """Return the directory of runs that STORE names. Raises ConfigError if it is a run."""
     root = default_store() if store is None else store
-    if root.suffix == ".zarr" or (root / "zarr.json").is_file():
+    if is_run(root):
         raise ConfigError(f"{root} is a run; name its directory: {root.absolute().parent}")
     return root
 
@@ -61,7 +62,7 @@ def named_runs(words: list[str]) -> list[Path]:
 
 
 def _path_of(word: str) -> Path:
-    path = Path(word)
+    path = local_path(word)
     if "/" not in word and not path.exists() and not path.is_symlink():
         return default_store() / f"{word.removesuffix('.zarr')}.zarr"
     # `rm x.zarr/..` or `rm .` never names a run.

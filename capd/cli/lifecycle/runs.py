@@ -6,21 +6,35 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from capd.cli.completion import tag_words
-from capd.cli.lifecycle.places import RootArgument, root_of
+import typer
+
+from capd.cli.completion import store_roots, tag_words
+from capd.cli.lifecycle.places import root_of
 from capd.cli.options import Json, Wide, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
+from capd.cli.stores import Given
 from capd.cli.table import Column, in_one_unit, print_columns
-from capd.errors import NotAStore
+from capd.errors import ConfigError, NotAStore
+from capd.store.objects.address import Address, RunPlace, place_of
 
 if TYPE_CHECKING:
-    from capd.lifecycle.inventory import RunFacts
+    from capd.lifecycle.inventory import RunSummary
 
 __all__ = ["plain_run", "runs", "size_column", "steps_text", "when_text"]
 
 
 def runs(
-    store: RootArgument = None,
+    store: Annotated[
+        Given | None,
+        typer.Argument(
+            metavar="[STORE]",
+            help="The directory of runs, or its address, as s3://BUCKET/PREFIX. Default: CAPD_STORE, or store in "
+            "capd.toml, or captures.",
+            show_default=False,
+            parser=place_of,
+            autocompletion=store_roots,
+        ),
+    ] = None,
     tag: Annotated[
         list[str] | None,
         option("--tag", "TAG", "Only runs with this tag. May be repeated.", autocompletion=tag_words),
@@ -46,10 +60,19 @@ def runs(
     from capd.errors import NothingMatched
     from capd.lifecycle.inventory import inventory
 
-    root = root_of(store)
-    if not root.is_dir():
-        raise NotAStore(f"{root} is no directory; name a directory of runs")
-    found = inventory(root)
+    found: Sequence[RunSummary]
+    root: RunPlace
+    if isinstance(store, Address):
+        from capd.lifecycle.remote_inventory import remote_inventory
+
+        if store.is_run:
+            raise ConfigError(f"{store} is a run; name the prefix of its runs: {store.parent}")
+        root, found = store, remote_inventory(store)
+    else:
+        root = root_of(store)
+        if not root.is_dir():
+            raise NotAStore(f"{root} is no directory; name a directory of runs")
+        found = inventory(root)
     if tag and found:
         found = [one for one in found if set(tag) <= set(one.tags)]
         if not found and not as_json:
@@ -73,7 +96,7 @@ def runs(
     note(f"{count} in {root}, {human_nbytes(total)}; `capd ls RUN` lists the tensors of one")
 
 
-def _columns(found: Sequence[RunFacts]) -> list[Column]:
+def _columns(found: Sequence[RunSummary]) -> list[Column]:
     return [
         Column("run", [one.run_id for one in found], is_name=True),
         Column("when", [when_text(one.started_s) for one in found], spare=2),
@@ -87,7 +110,7 @@ def _columns(found: Sequence[RunFacts]) -> list[Column]:
     ]
 
 
-def size_column(found: Sequence[RunFacts]) -> Column:
+def size_column(found: Sequence[RunSummary]) -> Column:
     """Return the sizes of runs in one unit."""
     unit, sizes = in_one_unit([one.nbytes for one in found])
     return Column(unit, sizes, right=True)
@@ -98,7 +121,7 @@ def when_text(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
 
 
-def steps_text(one: RunFacts) -> str:
+def steps_text(one: RunSummary) -> str:
     """Return the range of captured iterations."""
     if one.first_iteration is None:
         return "-"
@@ -107,7 +130,7 @@ def steps_text(one: RunFacts) -> str:
     return f"{one.first_iteration}-{one.last_iteration}"
 
 
-def plain_run(one: RunFacts) -> dict[str, Any]:
+def plain_run(one: RunSummary) -> dict[str, Any]:
     """Return a run as JSON."""
     return {
         "run": one.run_id,

@@ -14,7 +14,9 @@ from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import print_either
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, found_in
+from capd.cli.stores import Given
 from capd.errors import CapdError, ConfigError, NothingMatched
+from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
     from capd.report.figures.kinds import FigureKind, Wanted
@@ -32,9 +34,10 @@ _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
 @grouped
 def plot(
     store: Annotated[
-        Path,
+        Given,
         typer.Argument(
             metavar="STORE",
+            parser=place_of,
             help="A run, a directory of runs, or of .pt files.",
             show_default=False,
             autocompletion=store_paths,

@@ -16,8 +16,9 @@ from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.sources import SourceOptions, Sources, found_beside, found_in
-from capd.cli.stores import default_store
+from capd.cli.stores import Given, default_store
 from capd.errors import CapdError, ConfigError
+from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
@@ -35,9 +36,10 @@ _FILES = (*_PAGES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 @grouped
 def report(
     stores: Annotated[
-        list[Path] | None,
+        list[Given] | None,
         typer.Argument(
             metavar="STORE…",
+            parser=place_of,
             help="A run (NAME.zarr), or a directory of runs: the newest is read. Several are shown side by side. "
             "Default: CAPD_STORE, or store in capd.toml, or captures.",
             show_default=False,

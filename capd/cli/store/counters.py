@@ -11,6 +11,7 @@ from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched
 from capd.metrics import NO_RANK, DaemonStats, RunCounters, RunStats, SessionStats
+from capd.store.objects.address import Address, RunPlace, place_of
 
 __all__ = ["Counters", "Source"]
 
@@ -20,6 +21,7 @@ class Counters(RunCounters):
 
     Attributes:
         source: "daemon" (live) or "store" (the last persisted counters).
+        disk_free: The bytes left on the disk; None for a run in an object store.
         why_full: The limit that refused a record as disk_full, "" if none did.
         compression_ratio: raw_bytes / stored_bytes.
     """
@@ -28,7 +30,7 @@ class Counters(RunCounters):
     compression_ratio: float | None
     rate_mib_s: float | None = None
     why_full: str | None = None
-    disk_free: int
+    disk_free: int | None
     keep_free: int | None = None
     max_disk: int | None = None
 
@@ -36,11 +38,11 @@ class Counters(RunCounters):
 class Source:
     """A source of the counters of one run. Each read asks the daemon if it knows the run, otherwise the store."""
 
-    def __init__(self, store: Path | None, run: str | None) -> None:
+    def __init__(self, store: RunPlace | None, run: str | None) -> None:
         self._store = store
         self._run = run
         # The path of the run that was read last. A read after the daemon has ended stays with it.
-        self._last: Path | None = None
+        self._last: RunPlace | None = None
         # The reason why the daemon could not be asked.
         self.problem = ""
 
@@ -74,10 +76,12 @@ class Source:
 
     def stay_with(self, counters: Counters) -> None:
         """Read the run of these counters from now on, whichever run is newer."""
-        self._run, self._last = counters.run_id, Path(counters.path)
+        self._run, self._last = counters.run_id, place_of(counters.path)
 
     def _from_daemon(self) -> Counters | None:
         self.problem = ""
+        if isinstance(self._store, Address):
+            return None
         try:
             stats = ask_daemon()
         except EndpointError as error:
@@ -95,7 +99,7 @@ class Source:
         runs = stats.runs
         if self._run is not None:
             runs = [run for run in runs if run.run_id == self._run.removesuffix(".zarr")]
-        if self._store is not None:
+        if isinstance(self._store, Path):
             wanted = self._store.absolute()
             place = str(wanted.resolve())
             here = [run for run in runs if os.path.realpath(run.path) == place]
@@ -127,19 +131,19 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
     )
 
 
-def read_store(path: Path) -> Counters:
+def read_store(path: RunPlace) -> Counters:
     """Return the counters that a run's catalogs persisted."""
     from capd.store.read.store import open_store
 
     store = open_store(path)
     totals = store.totals()
-    disk = os.statvfs(path)
+    disk = None if isinstance(path, Address) else os.statvfs(path)
     return Counters(
         source="store",
         run_id=store.run_id,
-        path=str(path.absolute()),
+        path=str(path if isinstance(path, Address) else path.absolute()),
         compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),
-        disk_free=disk.f_bavail * disk.f_frsize,
+        disk_free=None if disk is None else disk.f_bavail * disk.f_frsize,
         sessions=[_session(row) for row in store.sessions],
         **asdict(totals),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from capd.cli.options import Config, Json, StoreRoot, option
+from capd.cli.options import Config, Json, StoreRoot, local_path, option
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
@@ -26,7 +26,12 @@ __all__ = ["import_files"]
 
 def import_files(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory with tensor files, also in directories below it.")
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Directory with tensor files, also in directories below it.",
+            parser=local_path,
+        ),
     ],
     store: StoreRoot = None,
     run_id: Annotated[

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -24,9 +23,10 @@ from capd.cli.output import (
     print_lines,
 )
 from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
-from capd.cli.stores import AttemptOption, RunOption, attempt_of, resolve_run
+from capd.cli.stores import AttemptOption, Given, RunOption, attempt_of, resolve_run
 from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
+from capd.store.objects.address import place_of
 from capd_client.process.text import printable
 from capd_client.protocol.key import Moment
 
@@ -43,11 +43,13 @@ _MOMENT = Moment.__struct_fields__[:-2]
 
 def show(
     store: Annotated[
-        Path,
+        Given,
         typer.Argument(
             metavar="STORE",
-            help="A run (NAME.zarr), or a directory of runs: the newest is read.",
+            help="A run (NAME.zarr), or a directory of runs: the newest is read. Both may be addresses, as "
+            "s3://BUCKET/KEY.",
             show_default=False,
+            parser=place_of,
             autocompletion=store_paths,
         ),
     ],

@@ -46,7 +46,8 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
         lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
     lines += [f"quota       {_quota(use)}" for use in counters.quotas]
     kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
-    lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
+    if counters.disk_free is not None:
+        lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
     if not counters.clean:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
@@ -116,6 +117,7 @@ def one_line(counters: Counters, *, gone: bool) -> str:
     """Return the counters now in one line. `gone`: the daemon that sent them is gone."""
     chosen, reduced = sum(left_out(counters.dropped).values()), counters.statistics_records
     rate = "" if counters.rate_mib_s is None else f" rate={counters.rate_mib_s:.1f}MiB/s"
+    left = counters.disk_free
     return (
         f"{time.strftime('%H:%M:%S')} {'daemon gone ' if gone else ''}offered={counters.offered}"
         f" committed={counters.committed} in_flight={counters.in_flight} dropped={sum(lost(counters.dropped).values())}"
@@ -123,5 +125,5 @@ def one_line(counters: Counters, *, gone: bool) -> str:
         f"{f' statistics={reduced}' if reduced else ''}"
         f" raw={human_nbytes(counters.raw_bytes).replace(' ', '')}"
         f" stored={human_nbytes(counters.stored_bytes).replace(' ', '')}{rate}"
-        f" disk_left={human_nbytes(counters.disk_free).replace(' ', '')}"
+        f"{'' if left is None else f' disk_left={human_nbytes(left)}'.replace(' B', 'B')}"
     )

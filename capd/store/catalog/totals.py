@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from capd.store.catalog.rows import CATALOG_NAME, SeriesRow
+from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, head_of
 from capd.store.format.dtypes import is_statistics
 from capd.store.format.log_places import LOG_GLOB
 
-__all__ = ["Held", "held_by", "log_and_catalog_nbytes"]
+__all__ = ["Held", "held_by", "iterations_in", "log_and_catalog_nbytes", "quant_types_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,25 @@ def log_and_catalog_nbytes(spool: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
+
+
+def quant_types_in(database: sqlite3.Connection) -> list[str]:
+    """Return the quant types of tensors with records."""
+    found = database.execute(
+        "SELECT DISTINCT quant_type FROM series WHERE quant_type != 'scalar' AND records ORDER BY quant_type"
+    )
+    return [str(name) for (name,) in found]
+
+
+def iterations_in(database: sqlite3.Connection) -> tuple[int, int] | None:
+    """Return the first and the last iteration of the series' first and last records; None without records.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
+    ends = database.execute(
+        "SELECT records.body FROM series JOIN records ON records.series = series.id "
+        "AND records.record IN (0, series.records - 1)"
+    )
+    found = [head_of(body).moment.iteration for (body,) in ends]
+    return (min(found), max(found)) if found else None

@@ -15,7 +15,7 @@ from capd.store.remote.node import RemoteNode
 from capd.store.remote.windows import WindowCache
 from capd.store.segments.manifest import MANIFEST_NAME
 
-__all__ = ["RemoteRun", "remote_runs"]
+__all__ = ["RemoteRun", "remote_runs", "run_places"]
 
 _MANIFEST = re.compile(rf"\.capd/node=([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})/{re.escape(MANIFEST_NAME)}")
 # A node has about ten objects there.
@@ -103,7 +103,7 @@ def remote_runs(prefix: Address) -> list[RemoteRun]:
     Raises:
         ObjectStoreError: The prefix or a manifest cannot be read.
     """
-    found = [RemoteRun(place) for place in _run_places(prefix)]
+    found = [RemoteRun(place) for place in run_places(prefix)]
     if not found:
         return []
     with ThreadPoolExecutor(min(_AT_ONCE, len(found)), thread_name_prefix="capd-get") as pool:
@@ -116,7 +116,12 @@ def _has_nodes(run: RemoteRun) -> bool:
     return bool(run.nodes(may_be_none=True))
 
 
-def _run_places(prefix: Address) -> list[Address]:
+def run_places(prefix: Address) -> list[Address]:
+    """Return the addresses of the runs directly below a prefix, by name. One request.
+
+    Raises:
+        ObjectStoreError: The prefix cannot be listed.
+    """
     bucket = Bucket(prefix, is_new=False)
     return [prefix / name for name in bucket.names()[0] if name.endswith(".zarr")]
 
@@ -125,7 +130,7 @@ def _there(place: Address) -> str:
     """Return what is at an address instead of a run, or beside it, for a message."""
     for where, how in ((place, "it holds the runs"), (place.parent, f"{place.parent} holds the runs")):
         try:
-            runs = [run.name for run in _run_places(where)]
+            runs = [run.name for run in run_places(where)]
         except CapdError:
             continue
         if runs:

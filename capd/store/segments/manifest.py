@@ -61,6 +61,9 @@ class Manifest(msgspec.Struct, kw_only=True):
         sessions: The counters of the ranks, in the order of the catalog.
         raw_bytes: The sum over the series.
         stored_bytes: The sum over the series.
+        first_iteration: The first iteration of its records; None without records.
+        last_iteration: The last iteration of its records.
+        quant_types: The quant types of its tensors, in order.
         objects: The number of objects of the node, but for the segments and this one.
         object_bytes: The bytes of these objects.
     """
@@ -79,6 +82,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     sessions: list[SessionRow]
     raw_bytes: Count
     stored_bytes: Count
+    first_iteration: int | None
+    last_iteration: int | None
+    quant_types: list[str]
     objects: Count
     object_bytes: Count
 

@@ -12,6 +12,7 @@ from capd._version import __version__
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog.sessions import read_sessions
+from capd.store.catalog.totals import iterations_in, quant_types_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.format.codecs import crc32c
@@ -68,6 +69,7 @@ def _publish_node(
     with contextlib.closing(connect_read_only(node_directory(run, node) / CATALOG_NAME)) as database:
         rows, sessions = read_series(database), read_sessions(database)
         entries = {row.id: SeriesEntry(row, [], *_objects(row, sizes)) for row in rows}
+        (first, last), types = iterations_in(database) or (None, None), quant_types_in(database)
         segments, footers = [], {}
         for number in range(splits):
             segment, footer = _record_segment(
@@ -94,6 +96,9 @@ def _publish_node(
         sessions=sessions,
         raw_bytes=sum(row.raw_bytes for row in rows),
         stored_bytes=sum(row.stored_bytes for row in rows),
+        first_iteration=first,
+        last_iteration=last,
+        quant_types=types,
         objects=len(objects),
         object_bytes=sum(one.nbytes for one in objects),
     )
