@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from capd._version import __version__
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
@@ -16,7 +18,7 @@ from capd.store.catalog.totals import iterations_in, quant_types_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.format.codecs import crc32c
-from capd.store.objects.address import Address
+from capd.store.objects.address import Address, parse_address
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.manifest import (
     MANIFEST_NAME,
@@ -34,8 +36,17 @@ from capd.store.segments.series_table import (
     ShardObject,
     write_series_table,
 )
+from tests.kit.objects.service import Bucket as TestBucket
 
-__all__ = ["publish"]
+__all__ = ["prefix", "publish"]
+
+
+@pytest.fixture
+def prefix(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> Address:
+    """A prefix in a bucket of the test's own. The environment leads there."""
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    return parse_address(bucket.url("runs"))
 
 
 def publish(

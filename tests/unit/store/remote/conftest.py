@@ -1,16 +1,7 @@
-"""What the tests of runs in object stores share: a place below a real S3 server."""
+"""A prefix of a real S3 server, for every test of runs in object stores."""
 
 from __future__ import annotations
 
-import pytest
+from tests.kit.objects.published import prefix
 
-from capd.store.objects.address import Address, parse_address
-from tests.kit.objects.service import Bucket
-
-
-@pytest.fixture
-def prefix(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Address:
-    """A prefix in a bucket of the test's own. The environment leads there."""
-    for name, value in bucket.environment().items():
-        monkeypatch.setenv(name, value)
-    return parse_address(bucket.url("runs"))
+__all__ = ["prefix"]
