@@ -11,11 +11,13 @@ from pathlib import Path
 from capd.copying.building import building
 from capd.copying.files import Progress, copy_tree, files_of
 from capd.copying.records import RecordWriter
+from capd.copying.remote import bring_run, files_at
 from capd.errors import NothingMatched, StoreBusy
 from capd.server.runs.root_lock import reading_lock
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import nodes_of
 from capd.store.format.frames import RecordRow
+from capd.store.objects.address import Address, RunPlace
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
 from capd.store.verify.run import run_identity
@@ -101,18 +103,22 @@ class Copied:
     files: int
 
 
-def planned_copy(source: Path, part: CopyOptions) -> Copied:
+def planned_copy(source: RunPlace, part: CopyOptions) -> Copied:
     """Return what a copy would hold. Writes nothing."""
-    run_identity(source)
-    files = sum(1 for _ in files_of(source)) if part.is_whole else 0
+    if isinstance(source, Address):
+        files = files_at(source) if part.is_whole else 0
+    else:
+        run_identity(source)
+        files = sum(1 for _ in files_of(source)) if part.is_whole else 0
     return _sum(part.of(open_store(source)), files)
 
 
-def copy_run(source: Path, new: Path, part: CopyOptions, progress: Progress, threads: int = 1) -> Copied:
+def copy_run(source: RunPlace, new: Path, part: CopyOptions, progress: Progress, threads: int = 1) -> Copied:
     """Copy a run. The path `new` does not exist before the copy is complete and checked.
 
     Args:
-        source: The run. If a daemon owns its store, the records that it has now are copied one by one.
+        source: The run, here or in an object store. If a daemon owns its store, the records that it has now are
+            copied one by one.
         new: The path of the new run, which ends in `.zarr`.
         part: The part to copy.
         progress: Called with the bytes of each file or record.
@@ -126,13 +132,16 @@ def copy_run(source: Path, new: Path, part: CopyOptions, progress: Progress, thr
         StoreError: The copy cannot be written. The same call continues it.
     """
     planned = planned_copy(source, part)
-    order = {"command": "cp", "source": str(source.resolve()), **asdict(part)}
+    place = source if isinstance(source, Address) else source.resolve()
+    order = {"command": "cp", "source": str(place), **asdict(part)}
     with building(new, order) as built:
         if built.is_published:
             return planned
         records = None
         with contextlib.ExitStack() as stack:
-            if part.is_whole and is_quiet(source, stack):
+            if part.is_whole and isinstance(source, Address):
+                records = bring_run(source, built.run, progress)
+            elif part.is_whole and isinstance(source, Path) and is_quiet(source, stack):
                 copy_tree(source, built.run, progress)
             else:
                 planned = _copy_records(source, built.root, new.stem, part, progress, threads)
@@ -153,7 +162,7 @@ def is_quiet(run: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _copy_records(
-    source: Path, root: Path, name: str, part: CopyOptions, progress: Progress, threads: int
+    source: RunPlace, root: Path, name: str, part: CopyOptions, progress: Progress, threads: int
 ) -> Copied:
     store = open_store(source)
     parts = part.of(store)

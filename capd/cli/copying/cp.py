@@ -11,20 +11,40 @@ from capd.cli.completion import any_of, series_paths, store_paths
 from capd.cli.copying.copied_line import copied_line
 from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, human_nbytes, print_either
-from capd.cli.stores import attempt_of
+from capd.cli.stores import Given, attempt_of
 from capd.cli.table import prose
+from capd.errors import ConfigError
+from capd.store.objects.address import Address, is_address, place_of
 
 __all__ = ["cp"]
 
 
+def _new_path(text: str) -> Path:
+    if is_address(text):
+        raise ConfigError(f"{text} is in an object store; `capd upload RUN {text}` brings a run there")
+    return Path(text)
+
+
 def cp(
     source: Annotated[
-        Path,
+        Given,
         typer.Argument(
-            metavar="SRC", help="The run (NAME.zarr).", show_default=False, autocompletion=store_paths
+            metavar="SRC",
+            help="The run (NAME.zarr), or its address, as s3://BUCKET/KEY.",
+            show_default=False,
+            parser=place_of,
+            autocompletion=store_paths,
         ),
     ],
-    new: Annotated[Path, typer.Argument(metavar="DST", help="The new run (NAME.zarr).", show_default=False)],
+    new: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DST",
+            help="The new run (NAME.zarr), or a directory for it.",
+            show_default=False,
+            parser=_new_path,
+        ),
+    ],
     series: Annotated[
         list[str] | None,
         option(
@@ -62,12 +82,15 @@ def cp(
     DST does not exist before the copy is complete and every byte of it is checked. An interrupted copy is in a
     hidden directory beside DST; the same command continues it.
 
+    From an object store, the files and the counters come back as they were uploaded.
+
     Without options the files are copied as they are. With one of them, and while a daemon owns the store of SRC,
     the records that SRC has now are copied one by one.
 
     \b
     Examples:
       capd cp captures/exp7.zarr /archive/exp7.zarr
+      capd cp s3://bucket/runs/exp7.zarr captures/exp7.zarr
       capd cp captures/exp7.zarr small.zarr --stats-only
       capd cp captures/exp7.zarr thin.zarr --iterations 0-:100
       capd cp captures/exp7.zarr mlp.zarr --series "*.mlp.*" --recode zstd:9
@@ -85,6 +108,8 @@ def cp(
 
     if recode is not None and recode not in ("auto", "default", "fast", "none"):
         parse_codec(recode)
+    if isinstance(source, Address) and new.suffix != ".zarr" and new.is_dir():
+        new /= source.name
     part = CopyOptions(tuple(series or ()), attempt_of(attempt), iterations.strip(), statistics_only, recode)
     if dry_run:
         found = planned_copy(source, part)

@@ -6,16 +6,18 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from capd.cli.completion import store_paths
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import StatusLine
-from capd.cli.stores import default_store, is_run
+from capd.cli.stores import Given, default_store, is_run
 from capd.errors import ConfigError, NotAStore, NothingMatched, RemovedRun, StoreBusy, StoreError
+from capd.store.objects.address import Address, place_of
 
 if TYPE_CHECKING:
     from capd.store.repair.result import Repair
@@ -26,12 +28,13 @@ __all__ = ["verify"]
 
 def verify(
     store: Annotated[
-        Path | None,
+        Given | None,
         typer.Argument(
             metavar="[STORE]",
-            help="A run (NAME.zarr), or a directory of runs, all of them checked. Default: CAPD_STORE, else store in "
-            "capd.toml, else captures.",
+            help="A run (NAME.zarr), or a directory of runs, all of them checked. Both may be addresses, as "
+            "s3://BUCKET/KEY. Default: CAPD_STORE, else store in capd.toml, else captures.",
             show_default=False,
+            parser=place_of,
             autocompletion=store_paths,
         ),
     ] = None,
@@ -48,12 +51,20 @@ def verify(
     adopt: Annotated[
         str | None, typer.Option(metavar="NODE", help="Take over and seal the records that a dead node left.")
     ] = None,
+    listing: Annotated[
+        bool,
+        typer.Option(
+            "--listing", help="Of a run in an object store, check only names and sizes of the objects."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check every checksum of a run, and that its files agree. Exit with 4 if there is damage.
 
     Without an option, nothing is changed, and a daemon may be writing the run. For a directory of runs, all of them
-    are checked. --repair changes nothing in the damaged run. It exits with 4 if records were lost, and lists them.
+    are checked. Of an address, as s3://BUCKET/KEY, the objects that the manifests name are checked: that they are
+    there with their sizes, then every checksum as of a run here. --repair changes nothing in the damaged run. It
+    exits with 4 if records were lost, and lists them.
     """
     if sum((repair, rebuild, adopt is not None)) > 1:
         raise ConfigError("give one of --repair, --rebuild-catalog and --adopt")
@@ -61,6 +72,15 @@ def verify(
         raise ConfigError(
             "--repair and -o NEW belong together: the damaged run stays unchanged, NEW gets its records"
         )
+    if isinstance(store, Address):
+        if repair or rebuild or adopt is not None:
+            raise ConfigError(
+                f"{store} is in an object store, which --repair, --rebuild-catalog and --adopt do not change; "
+                "bring the run here with `capd cp`, repair it, and upload it to another place"
+            )
+        _verify_remote(store, listing=listing, as_json=as_json)
+    if listing:
+        raise ConfigError("--listing is for a run in an object store; a run on this machine has no listing")
     runs = _runs(store)
     if output is not None:
         raise typer.Exit(_repair(runs, output, as_json=as_json))
@@ -97,6 +117,24 @@ def _runs(store: Path | None) -> list[Path]:
                 raise
             note(f"left out: {removed}")
     return kept
+
+
+def _verify_remote(place: Address, *, listing: bool, as_json: bool) -> NoReturn:
+    from capd.store.remote.run import run_places
+    from capd.store.verify.remote import verify_remote
+
+    places = [place] if place.is_run else run_places(place)
+    if not places:
+        raise NotAStore(f"no run below {place}; name a run or a prefix of runs")
+    reports = []
+    for run in places:
+        with StatusLine() as line:
+            reports.append(verify_remote(run, listing=listing, progress=partial(_draw, line, run.name)))
+    if as_json:
+        print_json(_plain(reports, [], []))
+    else:
+        _print(reports)
+    raise typer.Exit(0 if all(report.ok for report in reports) else 4)
 
 
 def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
@@ -181,13 +219,15 @@ def _warnings_on_stderr() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+def _draw(line: StatusLine, name: str, nbytes: int) -> None:
+    line.draw(f"{name}: {human_nbytes(nbytes)} checked")
+
+
 def _check(run: Path) -> Report:
     from capd.store.verify.run import verify_run
 
     with StatusLine() as line:
-        return verify_run(
-            run, progress=lambda nbytes: line.draw(f"{run.name}: {human_nbytes(nbytes)} checked")
-        )
+        return verify_run(run, progress=partial(_draw, line, run.name))
 
 
 def _print(reports: list[Report]) -> None:
@@ -195,7 +235,7 @@ def _print(reports: list[Report]) -> None:
         for text in report.notes:
             note(text)
         print_lines(str(damage) for damage in report.damaged)
-        if any(damage.kind == "catalog" for damage in report.damaged):
+        if any(damage.kind == "catalog" for damage in report.damaged) and isinstance(report.run, Path):
             note(f"`capd verify {report.run} --rebuild-catalog` builds the catalog again from the frames")
         verdict = "sound" if report.ok else f"{human_count(len(report.damaged), 'place')} damaged"
         print_lines(

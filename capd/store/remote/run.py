@@ -59,11 +59,11 @@ class RemoteRun:
         """
         heads = self._manifests()
         if not heads and not may_be_none:
-            raise NotAStore(f"{self.place} is no run with a manifest of capd{_there(self.place)}")
+            raise self._no_run()
         for name, head in heads.items():
             held = self._nodes.get(name)
             if held is None or head.etag is None or held.etag != head.etag:
-                self._nodes[name] = RemoteNode(self.bucket, self._cache, name)
+                self._nodes[name] = self.node(name)
         self._nodes = {name: self._nodes[name] for name in heads}
         return list(self._nodes.values())
 
@@ -81,6 +81,30 @@ class RemoteRun:
             if (named := _MANIFEST.fullmatch(head.key)) is not None:
                 found[named[1]] = head
         return dict(sorted(found.items()))
+
+    def names(self) -> list[str]:
+        """Return the names of the nodes, whether their manifests can be read or not.
+
+        Raises:
+            NotAStore: It is not a run.
+            ObjectStoreError: The run cannot be listed.
+        """
+        found = list(self._manifests())
+        if not found:
+            raise self._no_run()
+        return found
+
+    def node(self, name: str) -> RemoteNode:
+        """Return a new view of one node.
+
+        Raises:
+            NotAStore: A newer capd wrote it.
+            ObjectStoreError: Its manifest cannot be read.
+        """
+        return RemoteNode(self.bucket, self._cache, name)
+
+    def _no_run(self) -> NotAStore:
+        return NotAStore(f"{self.place} is no run with a manifest of capd{_there(self.place)}")
 
     def attributes(self) -> dict[str, Any]:
         """Return the `capd` attributes of the run, as the last manifest repeats them.

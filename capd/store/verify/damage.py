@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+from capd.store.objects.address import RunPlace
+
 __all__ = ["Damage", "Kind", "Report", "fold"]
 
 # shard: in a sealed shard. spool: in a `.partial` or small log. metadata: in a zarr.json or the `moments` array.
@@ -47,7 +49,7 @@ class Damage:
 class Report:
     """The findings in a run or in a part of it. records: the number found. nbytes: the bytes read and checked."""
 
-    run: Path
+    run: RunPlace
     series: int = 0
     records: int = 0
     nbytes: int = 0
@@ -78,7 +80,7 @@ class Report:
         node: str = "",
     ) -> None:
         """Add damage in the file `path`."""
-        file = str(path.relative_to(self.run))
+        file = str(path.relative_to(str(self.run)))
         self.damaged.append(Damage(kind, series, tuple(records), file, offset, what, node))
 
 

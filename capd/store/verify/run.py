@@ -7,33 +7,49 @@ shows again is reported. A torn tail in the spool is not damage.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeAlias
 
 from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.disk.layout import series_on_disk
 from capd.store.documents.tombstone import check_present
 from capd.store.documents.zarr_json import read_group, run_attributes, run_ids
-from capd.store.format.frames import FORMAT_VERSION
+from capd.store.format.frames import FORMAT_VERSION, SeriesHeader
 from capd.store.verify.damage import Kind, Report
 from capd.store.verify.node import NodePromise, look_at_node
 from capd.store.verify.series import SeriesPromise, promise_of
 from capd.store.verify.shard import check_shard
 from capd.store.verify.tree import foreign_files, group_documents, group_problem
 
-__all__ = ["run_identity", "verify_run"]
+__all__ = ["Present", "run_identity", "verify_run"]
+
+Present: TypeAlias = Callable[[SeriesHeader, int], AbstractContextManager[None]]
+"""Makes the file of a shard present for the time of a check."""
 
 _SECOND_LOOK_S = 0.3
+
+
+def _is_present(_header: SeriesHeader, _shard: int) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError)
 
 
 def verify_run(
-    run: Path, *, progress: Callable[[int], None] | None = None, threads: int | None = None
+    run: Path,
+    *,
+    progress: Callable[[int], None] | None = None,
+    threads: int | None = None,
+    present: Present = _is_present,
 ) -> Report:
     """Check everything in a run.
 
@@ -41,6 +57,7 @@ def verify_run(
         run: The directory of the run.
         progress: A function that is called with the bytes read so far.
         threads: The number of threads. None: one per CPU core, at most 8.
+        present: What makes the file of a shard present while it is checked.
 
     Raises:
         NotAStore: The directory is not a run, or its format is newer.
@@ -62,7 +79,7 @@ def verify_run(
         waiting: deque[Future[Report]] = deque()
         for path in _series_paths(run, nodes):
             report.series += 1
-            for check in _checks_of(run, ids, path, nodes):
+            for check in _checks_of(run, ids, path, nodes, present):
                 waiting.append(pool.submit(_twice, check))
                 while len(waiting) > 4 * threads:
                     _collect(waiting, report, progress)
@@ -147,7 +164,7 @@ def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
 
 
 def _checks_of(
-    run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise]
+    run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise], present: Present
 ) -> Iterator[Callable[[], Report]]:
     """Yield one check for the metadata of a series, and one for each of its shards."""
     promise, found = promise_of(run, ids, path, nodes)
@@ -155,12 +172,13 @@ def _checks_of(
     if promise is None:
         return
     for number in promise.shards():
-        yield lambda number=number: _shard(promise, number)  # type: ignore[misc]
+        yield lambda number=number: _shard(promise, number, present)  # type: ignore[misc]
 
 
-def _shard(promise: SeriesPromise, number: int) -> Report:
+def _shard(promise: SeriesPromise, number: int, present: Present) -> Report:
     try:
-        return check_shard(promise, number)
+        with present(promise.header, number):
+            return check_shard(promise, number)
     except (OSError, StoreError, *_DAMAGED) as error:
         report = Report(promise.run)
         kind: Kind = "shard" if isinstance(error, OSError) else "catalog"
