@@ -23,7 +23,7 @@ __all__ = ["bucket", "fault_proxy", "own_s3_server", "s3_server"]
 
 LEAK_WAIT_S = 20.0  # a busy machine ends threads and children late; only a leak takes so long
 # Process-wide pools of libraries and of the kit, made once and kept on purpose.
-LIBRARY_THREADS = ("zarr_io", "asyncio_", "ThreadPoolExecutor-", "Dummy-", "tensorstore")
+LIBRARY_THREADS = ("zarr_io", "asyncio_", "ThreadPoolExecutor-", "Dummy-", "tensorstore", "Dask-Offload")
 LIBRARY_CHILDREN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", forking.MARK)
 SEED_VARIABLES = (
     "CUSTOM_QUANT_TYPE", "TENSOR_SAVE_ENABLED", "TENSOR_SAVE_DIR", "TENSOR_SAVER_ITERATION",

@@ -112,6 +112,11 @@ class NewestAttempts:
     def __init__(self, series: Iterable[tuple[RunNode, SeriesRow]]) -> None:
         self._series = list(series)
 
+    @property
+    def places(self) -> list[tuple[str, SeriesRow]]:
+        """The series, each with the name of its node."""
+        return [(node.name, row) for node, row in self._series]
+
     @cached_property
     def last(self) -> int:
         """The last attempt that has a record."""

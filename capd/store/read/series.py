@@ -26,6 +26,7 @@ from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
+from capd.store.read.reopened import reopened_node
 from capd.store.read.rows import NewestAttempts, SeriesRows
 from capd.store.read.source import RunNode
 from capd.store.remote.node import RemoteNode
@@ -58,6 +59,13 @@ class Series:
         newest: NewestAttempts | None = None,
     ) -> None:
         self._node, self._row, self._tools, self._attempt, self._newest = node, row, tools, attempt, newest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the run itself: it may be on another machine, which sees the same path or address.
+        node = self._node
+        named = str(node.run if isinstance(node, RemoteNode) else node.run.absolute())
+        newest = None if self._newest is None else self._newest.places
+        return _reopened, (named, self._node.name, self._row, self._attempt, newest)
 
     def fresh(self) -> Series:
         """Return the same series with empty caches. Everything read through it is freed together with it."""
@@ -396,6 +404,19 @@ class Series:
 
     def _repr_html_(self) -> str:
         return series_html(self)
+
+
+def _reopened(
+    place: str, node: str, row: SeriesRow, attempt: int | str, newest: Sequence[tuple[str, SeriesRow]] | None
+) -> Series:
+    """Return a series that another process named, through a run that this process opened."""
+    part, tools = reopened_node(place, node, row.header.path, row.records)
+    rows = None
+    if newest is not None:
+        rows = NewestAttempts(
+            (reopened_node(place, name, one.header.path, one.records)[0], one) for name, one in newest
+        )
+    return Series(part, row, tools, attempt, rows)
 
 
 def _without_names(key: Key) -> Key:

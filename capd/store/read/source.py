@@ -41,6 +41,11 @@ class LocalRun:
         self._nodes = {one: NodeView(self.place, one, self._nodes.get(one)) for one in directories}
         return list(self._nodes.values())
 
+    @property
+    def opened(self) -> list[NodeView]:
+        """The views that `nodes` returned last."""
+        return list(self._nodes.values())
+
     def attributes(self) -> dict[str, Any]:
         """Return the `capd` attributes of the run.
 

@@ -68,6 +68,11 @@ class RemoteRun:
         return list(self._nodes.values())
 
     @property
+    def opened(self) -> list[RemoteNode]:
+        """The views that `nodes` returned last."""
+        return list(self._nodes.values())
+
+    @property
     def started_ns(self) -> int:
         """When the first rank came, else when the first manifest was written; after `nodes`."""
         manifests = [node.manifest for node in self._nodes.values()]

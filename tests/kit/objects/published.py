@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from capd._version import __version__
@@ -37,8 +38,9 @@ from capd.store.segments.series_table import (
     write_series_table,
 )
 from tests.kit.objects.service import Bucket as TestBucket
+from tests.kit.store.writing import Writer, key
 
-__all__ = ["prefix", "publish"]
+__all__ = ["filled", "prefix", "publish"]
 
 
 @pytest.fixture
@@ -66,9 +68,9 @@ def publish(
     files = [path for path in run.rglob("*") if path.is_file() and ".capd" not in path.relative_to(run).parts]
     for path in sorted(files, key=lambda one: one.name == "zarr.json"):
         payload = path.read_bytes()
-        key = path.relative_to(run).as_posix()
-        sizes[key] = (len(payload), crc32c(payload))
-        bucket.put_file(key, path, *sizes[key])
+        name = path.relative_to(run).as_posix()
+        sizes[name] = (len(payload), crc32c(payload))
+        bucket.put_file(name, path, *sizes[name])
     for node in nodes_of(run) if nodes is None else nodes:
         _publish_node(run, node, bucket, sizes, generation, splits)
     return bucket.address
@@ -120,9 +122,9 @@ def _objects(
     row: SeriesRow, sizes: dict[str, tuple[int, int]]
 ) -> tuple[list[ShardObject], list[DocumentObject]]:
     inside = {
-        key.removeprefix(f"{row.header.path}/"): size
-        for key, size in sizes.items()
-        if key.startswith(f"{row.header.path}/")
+        name.removeprefix(f"{row.header.path}/"): size
+        for name, size in sizes.items()
+        if name.startswith(f"{row.header.path}/")
     }
     shards = {int(name.split("/")[2]): size for name, size in inside.items() if name.startswith("data/c/")}
     documents = [
@@ -163,3 +165,26 @@ def _record_segment(
         if written.rows:
             bucket.put_file(f"{node_prefix(node)}/{name}", file, len(payload), crc32c(payload))
         return Segment(name, len(payload), crc32c(payload), written.rows), written.footer
+
+
+def filled(root: Path, *, run_id: str = "run", node: str = "n0", seed: int = 0, count: int = 9) -> Path:
+    """A sealed run with large, small and empty records, statistics alone, and a second dtype."""
+    writer, values = Writer(root, run_id=run_id, node=node), np.random.default_rng(seed)
+    for iteration in range(count):
+        for name, shape in (("large", (700, 900)), ("small", (3, 5)), ("none", (0, 4)), ("number", ())):
+            bits = values.standard_normal(shape).astype("f4")
+            writer.put(key(name, module=node), "float32", bits, iteration=iteration)
+        writer.put(
+            key("bf", module=node),
+            "bfloat16",
+            values.integers(0, 65536, (40, 30)).astype("u2"),
+            iteration=iteration,
+        )
+        writer.put_statistics(
+            key("stats", module=node),
+            "float32",
+            values.standard_normal((8, 8)).astype("f4"),
+            iteration=iteration,
+        )
+    writer.close()
+    return writer.run

@@ -11,31 +11,7 @@ import pytest
 import capd
 from capd.store.objects.address import Address
 from capd.store.read.store import Store
-from tests.kit.objects.published import publish
-from tests.kit.store.writing import Writer, key
-
-
-def filled(root: Path, *, run_id: str = "run", node: str = "n0", seed: int = 0, count: int = 9) -> Path:
-    """A sealed run with large, small and empty records, statistics alone, and a second dtype."""
-    writer, values = Writer(root, run_id=run_id, node=node), np.random.default_rng(seed)
-    for iteration in range(count):
-        for name, shape in (("large", (700, 900)), ("small", (3, 5)), ("none", (0, 4)), ("number", ())):
-            bits = values.standard_normal(shape).astype("f4")
-            writer.put(key(name, module=node), "float32", bits, iteration=iteration)
-        writer.put(
-            key("bf", module=node),
-            "bfloat16",
-            values.integers(0, 65536, (40, 30)).astype("u2"),
-            iteration=iteration,
-        )
-        writer.put_statistics(
-            key("stats", module=node),
-            "float32",
-            values.standard_normal((8, 8)).astype("f4"),
-            iteration=iteration,
-        )
-    writer.close()
-    return writer.run
+from tests.kit.objects.published import filled, publish
 
 
 def content(store: Store) -> list[object]:
