@@ -7,7 +7,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
 import tensorstore
@@ -93,7 +92,6 @@ def test_workers_of_a_cluster_open_the_address_themselves(
 ) -> None:
     local, remote = both
     with (
-        dask.config.set({"distributed.worker.resources": {}}),
         LocalCluster(
             n_workers=1, threads_per_worker=2, local_directory=tmp_path, scheduler_kwargs={"dashboard": False}
         ) as cluster,
