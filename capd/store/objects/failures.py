@@ -79,7 +79,13 @@ def _failure(address: Address, error: Exception) -> ObjectStoreError:
         return ObjectStoreError(f"{address}: {_SAID['AccessDenied'][1]}", reason="refused")
     if isinstance(error, (ValueError, TypeError)):
         return ObjectStoreError(f"{address}: {_short(text)}", reason="other")
-    if "redential" in text or "AccessKey" in text or "metadata endpoint" in text or "169.254" in text:
+    if (
+        "redential" in text
+        or "AccessKey" in text
+        or "metadata endpoint" in text
+        or "169.254" in text
+        or "/latest/api/token" in text
+    ):
         return ObjectStoreError(f"{address}: no credentials found; set {_KEYS}", reason="refused", retry=True)
     if status and status[1][0] == "4":
         message = _MESSAGE.search(text)

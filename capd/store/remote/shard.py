@@ -36,6 +36,8 @@ Place = tuple[int, int]
 Capture = tuple[bytes, int, tuple[int, ...]]
 
 _WHOLE_NBYTES = 4 << 20
+# A shard may be continued while it is read.
+_LONGEST_NBYTES = 1 << 30
 # A COMMIT of many small records is larger than this, and then costs one more request.
 _COMMIT_NBYTES = 64 << 10
 
@@ -165,16 +167,14 @@ class RemoteShard:
         if self._is_read:
             return
         nbytes = index_nbytes(header.geometry.shard_slots)
-        if self.nbytes <= _WHOLE_NBYTES:
-            held = self.read((0, self.nbytes))
-            tail, size = held[-nbytes:], len(held)
-        else:
-            tail, size = self._bucket.get_tail(self._key, nbytes)
-        if size < self.nbytes:
-            raise DamagedRecord(f"it has {size} bytes instead of {self.nbytes}")
-        # A shard that was continued is longer than its manifest says, and holds the same records.
-        self.nbytes = size
-        self._entries = entries_in(tail, header.geometry.shard_slots)
+        whole = self.nbytes if self.nbytes <= _WHOLE_NBYTES else 0
+        tail, size = self._bucket.get_tail(self._key, max(nbytes, whole))
+        # A shard that was continued is longer than its manifest says, and holds the same records. One that was cut off
+        # lost its index, and the journal names what is left.
+        if size != self.nbytes:
+            self.nbytes, self.identity = size, (self._key, size, 0)
+        self._cache.put(self.identity, size - len(tail), tail)
+        self._entries = entries_in(tail[-nbytes:], header.geometry.shard_slots)
         self._is_read = True
 
     def _read_commit(self, windows: ShardWindows, end: int) -> None:
@@ -191,7 +191,7 @@ class RemoteShard:
     def _read_journal(self, header: SeriesHeader, shard: int) -> dict[int, Place]:
         if self._journal is None:
             with tempfile.TemporaryFile(prefix="capd-") as file:
-                self._bucket.get_into(self._key, file, at_most=max(self.nbytes, 1))
+                self._bucket.get_into(self._key, file, at_most=max(2 * self.nbytes, _LONGEST_NBYTES))
                 scanned = read_shard(file.fileno(), (header, shard))
             for run in () if scanned is None else scanned.runs:
                 self._note(run.commit)
