@@ -8,9 +8,7 @@ import pytest
 
 from capd.store.objects.address import Address
 from tests.kit.objects.published import publish
-from tests.kit.objects.said import Capd, same, written
-
-SERIES = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.input"
+from tests.kit.objects.said import SERIES, Capd, same, written
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def run_capd(*args: str | Path, cwd: Path | None = None, **environ: str) -> Resu
 class StoreWriter:
     """Writes runs below `root` the way the daemon does, then closes them sealed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, node: str = "node0") -> None:
         self.root = root
         self._pipeline = Pipeline(
-            root, "node0", StoreOptions(), threads=1, staging_nbytes=64 << 20, budget=NoLimit()
+            root, node, StoreOptions(), threads=1, staging_nbytes=64 << 20, budget=NoLimit()
         )
         self._sequence = 0
         self.client = CLIENT
