@@ -17,11 +17,16 @@ _PACKED = "float4_e2m1fn_x2"
 
 
 class StoredRecords(NamedTuple):
-    """The records of a lazy array: their numbers, the shape of each, and a reader of stored bits."""
+    """The records of a lazy array.
+
+    numbers: their numbers. shape: returns the shape of one. read: reads a region of stored bits of one. ahead: is told
+    which whole records will be read.
+    """
 
     numbers: Sequence[int]
     shape: Callable[[int], tuple[int, ...]]
     read: Callable[[int, Region], NDArray[np.generic]]
+    ahead: Callable[[Sequence[int]], None]
 
 
 class LazyArray:
@@ -64,6 +69,8 @@ class LazyArray:
         of_records, *axes = selection.axes
         padding = np.nan if self.dtype.kind in "fc" else 0
         out = np.full(selection.extents, padding, self.dtype)
+        if all(len(axis) == extent for axis, extent in zip(axes, self.shape[1:], strict=True)):
+            self._records.ahead([self._records.numbers[i] for i in of_records])
         for at, i in enumerate(of_records):
             number = self._records.numbers[i]
             shape = self._unpacked(self._records.shape(number))

@@ -120,6 +120,15 @@ class RecordReader:
             found.append((ordinal, encoded))
         return found
 
+    def prepare(self, records: Sequence[tuple[int, RecordHead]]) -> None:
+        """Prepare the reading of whole records, which are fetched together from an object store."""
+        of_shape: dict[tuple[int, ...], list[tuple[int, RecordHead]]] = {}
+        for number, record in records:
+            of_shape.setdefault(record.shape, []).append((number, record))
+        for alike in of_shape.values():
+            plan = self._plan(*alike[0], ...)
+            self._locator.prepare([number for number, _ in alike], plan.ordinals, plan.wanted)
+
     def stack(self, records: Sequence[tuple[int, RecordHead]], region: Region) -> NDArray[np.generic]:
         """Return the same region of several records of one shape, as [records, *region].
 

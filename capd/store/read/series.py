@@ -359,8 +359,12 @@ class Series:
             CapdError: The series has only statistics.
         """
         self._must_have_elements()
-        records = StoredRecords(self.numbers, self._shape_of, self.read)
+        records = StoredRecords(self.numbers, self._shape_of, self.read, self._ahead)
         return LazyArray(self._row.header.dtype, self._row.max_shape, records, bits=bits)
+
+    def _ahead(self, numbers: Sequence[int]) -> None:
+        if isinstance(self._node, RemoteNode):
+            self._reader.prepare([(number, self._rows.id(number)) for number in numbers])
 
     def _shape_of(self, number: int) -> tuple[int, ...]:
         return self._rows.id(number).shape

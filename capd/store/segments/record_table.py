@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from capd.errors import ObjectStoreError
 from capd.store.format.frames import RecordRow, decode_row
+from capd.store.segments.bounded import bytes_of
 from capd.store.segments.schema import BODY_COLUMNS, RECORD_COLUMNS, record_schema
 from capd_client.protocol.key import Moment
 
@@ -205,10 +206,12 @@ class RecordSegment:
                 raise ValueError(f"it ends within bytes {start} to {end}")
             source = pa.PythonFile(_Window(held, start), mode="r")
             file = pq.ParquetFile(
-                source, metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
-            )
+                source, metadata=self._metadata, pre_buffer=False, page_checksum_verification=True,
+                read_dictionary=["body"],
+            )  # fmt: skip
             table = file.read_row_group(number, columns=list(BODY_COLUMNS))
-            columns = [table.column(name).to_pylist() for name in BODY_COLUMNS]
+            *numbers, bodies = (table.column(name) for name in BODY_COLUMNS)
+            columns = [*(column.to_pylist() for column in numbers), bytes_of(bodies)]
             found = [BodyRow(*row) for row in zip(*columns, strict=True)]
             for row in found:
                 if not all(type(value) is int for value in row[:3]) or not isinstance(row.body, bytes):

@@ -16,6 +16,7 @@ from capd.errors import ObjectStoreError
 from capd.store.catalog.rows import SeriesRow, series_row
 from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.format.dtypes import is_statistics, stored_type
+from capd.store.segments.bounded import bytes_of, check_lengths
 from capd.store.segments.schema import FOOTERS, SERIES_COLUMNS, series_schema
 
 __all__ = ["DocumentObject", "Part", "SeriesEntry", "ShardObject", "read_series_table", "write_series_table"]
@@ -117,11 +118,17 @@ def read_series_table(payload: bytes, place: object) -> tuple[list[SeriesEntry],
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(io.BytesIO(payload), columns=list(_READ), memory_map=False)
-        metadata = pq.read_schema(io.BytesIO(payload)).metadata or {}
+        file = pq.ParquetFile(io.BytesIO(payload), read_dictionary=["header"])
+        check_lengths(file.metadata)
+        table = file.read(columns=list(_READ))
+        metadata = file.schema_arrow.metadata or {}
         texts = json.loads(metadata.get(FOOTERS, b"{}"))
         footers = {int(number): base64.b64decode(text, validate=True) for number, text in texts.items()}
-        return [_entry(plain) for plain in table.to_pylist()], footers
+        headers = bytes_of(table.column("header"))
+        plain = table.drop_columns("header").to_pylist()
+        return [
+            _entry({**row, "header": header}) for row, header in zip(plain, headers, strict=True)
+        ], footers
     except (pa.ArrowException, OSError, sqlite3.DatabaseError, ValueError, TypeError, LookupError,
             AttributeError, RecursionError) as error:  # fmt: skip
         raise ObjectStoreError(f"{place} is no segment of series: {error}") from error

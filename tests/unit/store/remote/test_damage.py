@@ -8,10 +8,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import capd
 from capd.errors import CapdError, DamagedRecord, NotAStore, ObjectStoreError
+from capd.store.format.codecs import crc32c
 from capd.store.objects.address import Address, parse_address
 from capd.store.read.series import Series
 from tests.kit.objects.published import filled, publish
@@ -165,3 +168,25 @@ def test_any_manifest_and_series_segment_is_refused_or_read(run: Path, place: Ad
         with contextlib.suppress(CapdError):
             assert [one.path for one in capd.open(place).series] == wanted
         file.write_bytes(payload)
+
+
+def test_a_small_segment_never_becomes_much_memory(place: Address) -> None:
+    file = Path("/", place.key, SERIES)
+    table = pq.read_table(file)
+    header = table.column("header")[0].as_py() + bytes(4 << 20)
+    many = pa.table(
+        {name: [table.column(name)[0].as_py()] * 5000 for name in table.column_names}, schema=table.schema
+    )
+    at = table.column_names.index("header")
+    folded = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int32()), pa.array([header], pa.binary()))
+    pq.write_table(many.set_column(at, "header", folded), file, compression="zstd")
+    payload = file.read_bytes()
+    assert len(payload) < 1 << 20
+    _manifest(
+        place, series={"name": file.name, "nbytes": len(payload), "crc32c": crc32c(payload), "rows": 5000}
+    )
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(ObjectStoreError, match="its values have 2097"):
+        _ = capd.open(place).series
+    # Unfolded, the column has 20 GiB.
+    assert pa.default_memory_pool().max_memory() < before + (256 << 20)
