@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from capd.errors import CapdError
 from capd.store.quantised import torchao, transformer_engine
-from capd.store.quantised.parts import Part, Parts, context_of, part_names
+from capd.store.quantised.parts import Parts, TensorPart, context_of, part_names
 from capd_client.process.text import printable
 
 __all__ = ["class_of", "dequantised", "whole_name", "whole_of"]
@@ -72,7 +72,7 @@ def dequantised(
     if context is None:
         raise CapdError(f"{where}: cannot dequantise this {kind}: the context from its class cannot be read")
     shape = tuple(int(size) for size in attributes["tensor_shape"])
-    found: dict[str, Part] = {}
+    found: dict[str, TensorPart] = {}
     parts = Parts(where, kind, shape, str(attributes["tensor_dtype"]), found, context)
     for part, (part_shape, strides) in part_names(attributes).items():
         one = captured(f"{name}.{part}")
@@ -81,7 +81,7 @@ def dequantised(
                 raise parts.problem(
                     f"its part {part!r} was captured with shape {list(one[0].shape)} of {list(part_shape)}"
                 )
-            found[part] = Part(*one, strides)
+            found[part] = TensorPart(*one, strides)
         # The part `act_per_tensor_scale` belongs to the activations, not to this tensor.
         elif part != "act_per_tensor_scale":
             raise parts.problem(

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from capd.errors import CapdError
 from capd.store.format.dtypes import value_table
 
-__all__ = ["ATTRIBUTES", "Part", "Parts", "context_of", "part_names"]
+__all__ = ["ATTRIBUTES", "Parts", "TensorPart", "context_of", "part_names"]
 
 ATTRIBUTES = ("tensor_class", "tensor_shape", "tensor_dtype", "tensor_parts", "tensor_context")
 """The attributes of a capture that describe the whole tensor of a part (`capd_client.tensors.subclasses`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One part. bits: as stored. dtype: the name of the torch dtype. strides: of the captured part, in elements."""
 
     bits: NDArray[np.generic]
@@ -54,10 +54,10 @@ class Parts:
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    found: Mapping[str, Part]
+    found: Mapping[str, TensorPart]
     context: Mapping[str, Any]
 
-    def part(self, *names: str) -> Part:
+    def part(self, *names: str) -> TensorPart:
         """Return the first part with one of these names. Raises CapdError if none was captured."""
         for name in names:
             if name in self.found:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from capd.store.format.dtypes import value_table
 from capd.store.quantised.layouts import Values, of_blocks, rows_of, unpacked_fp4, unswizzled
-from capd.store.quantised.parts import Part, Parts
+from capd.store.quantised.parts import Parts, TensorPart
 
 __all__ = ["CLASSES"]
 
@@ -91,7 +91,7 @@ def _float8_training(parts: Parts) -> Values:
         return (parts.part("data").values() / parts.part("scale").values()).astype(np.float32)
 
 
-def _is_turned(parts: Parts, data: Part) -> bool:
+def _is_turned(parts: Parts, data: TensorPart) -> bool:
     """Return whether the last two axes are transposed. Blocks and packed pairs then run along the second last axis."""
     return len(data.strides) > 1 and data.strides[-2] < data.strides[-1]
 
@@ -106,7 +106,7 @@ def _rows_and_columns(parts: Parts, turned: bool) -> tuple[int, int]:
     return prod(leading) * rows, columns
 
 
-def _scales(parts: Parts, scale: Part, turned: bool, shape: tuple[int, int]) -> NDArray[np.generic]:
+def _scales(parts: Parts, scale: TensorPart, turned: bool, shape: tuple[int, int]) -> NDArray[np.generic]:
     """Return the codes of the scales [rows, blocks]. The rows of all matrices follow one another."""
     bits = _as_laid(scale.bits, turned and scale.bits.ndim > 1)
     return unswizzled(bits, *shape) if parts.said("is_swizzled_scales") else bits.reshape(shape)
