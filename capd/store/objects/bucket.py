@@ -31,13 +31,13 @@ _MIN_PART_NBYTES = 16 << 20
 # S3 allows 10,000 parts.
 _MAX_PARTS = 9_000
 _PARTS_AT_ONCE = 4
-_PIECE_NBYTES = 4 << 20
 # The limits within one call.
 _RETRIES = 3
 _RETRY_TIMEOUT = timedelta(seconds=20)
 # Of a whole request. A part of 16 MiB may share a slow line with others.
 _TIMEOUT = timedelta(minutes=5)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+_PIECE_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ the series segment holds, and one range for each row group.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from capd.store.segments.bounded import bytes_of
 from capd.store.segments.schema import BODY_COLUMNS, RECORD_COLUMNS, record_schema
 from capd_client.protocol.key import Moment
 
-__all__ = ["BodyRow", "RecordSegment", "SegmentWriter", "WrittenSegment"]
+__all__ = ["BodyRow", "RecordSegment", "SegmentWriter", "WrittenSegment", "iterations_of"]
 
 _GROUP_ROWS = 8192
 _MAX_GROUP_ROWS = 1 << 20
@@ -142,6 +142,20 @@ def _plain(row: RecordRow) -> dict[str, Any]:
 def _float(value: int | float | None) -> float | None:
     # An integer of a 64-bit dtype may have no exact float.
     return None if value is None else float(value)
+
+
+def iterations_of(footers: Iterable[bytes]) -> tuple[int, int] | None:
+    """Return the first and the last iteration of all records, as the footers of their segments have them."""
+    import pyarrow.parquet as pq
+
+    found: list[int] = []
+    for footer in footers:
+        metadata = pq.read_metadata(io.BytesIO(footer))
+        at = metadata.schema.names.index("iteration")
+        for number in range(metadata.num_row_groups):
+            known = metadata.row_group(number).column(at).statistics
+            found += [known.min, known.max]
+    return (min(found), max(found)) if found else None
 
 
 class RecordSegment:

@@ -18,8 +18,17 @@ from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.format.dtypes import is_statistics, stored_type
 from capd.store.segments.bounded import bytes_of, check_lengths
 from capd.store.segments.schema import FOOTERS, SERIES_COLUMNS, series_schema
+from capd_client.protocol.scalars import is_scalar
 
-__all__ = ["DocumentObject", "Part", "SeriesEntry", "ShardObject", "read_series_table", "write_series_table"]
+__all__ = [
+    "DocumentObject",
+    "Part",
+    "SeriesEntry",
+    "ShardObject",
+    "quant_types_of",
+    "read_series_table",
+    "write_series_table",
+]
 
 _encode_header = msgspec.msgpack.Encoder().encode
 _READ = ("id", "header", "records", "max_shape", "raw_bytes", "stored_bytes", "parts", "shards", "documents")
@@ -102,6 +111,12 @@ def _plain(entry: SeriesEntry) -> dict[str, Any]:
         "shards": [shard._asdict() for shard in entry.shards],
         "documents": [document._asdict() for document in entry.documents],
     }
+
+
+def quant_types_of(entries: Sequence[SeriesEntry]) -> list[str]:
+    """Return the quant types of tensors with records, in order."""
+    keys = [entry.row.header.key for entry in entries if entry.row.records]
+    return sorted({key.quant_type for key in keys if not is_scalar(key)})
 
 
 def read_series_table(payload: bytes, place: object) -> tuple[list[SeriesEntry], dict[int, bytes]]:

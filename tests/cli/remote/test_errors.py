@@ -10,9 +10,9 @@ import pytest
 from capd.store.objects.address import Address
 from tests.kit.objects.faults import CLOCK_SKEW, Faults
 from tests.kit.objects.proxy import FaultProxy
-from tests.kit.objects.published import publish
 from tests.kit.objects.said import Capd, written
 from tests.kit.objects.service import Bucket
+from tests.kit.objects.uploaded import publish
 
 READING = (("ls",), ("stats",), ("show", "loss"), ("verify",), ("compare",), ("runs",))
 

@@ -10,9 +10,9 @@ import pytest
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket as Objects
 from tests.kit.objects.proxy import FaultProxy
-from tests.kit.objects.published import filled, publish
 from tests.kit.objects.said import SERIES, Capd, same, written
 from tests.kit.objects.service import Bucket
+from tests.kit.objects.uploaded import filled, publish
 from tests.kit.store.cli import StoreWriter, run_capd, session_row
 
 

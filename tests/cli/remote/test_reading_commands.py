@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from capd.store.objects.address import Address
-from tests.kit.objects.published import publish
 from tests.kit.objects.said import SERIES, Capd, same, written
+from tests.kit.objects.uploaded import publish
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
 from capd.store.read.store import open_store
-from tests.kit.objects.published import publish
 from tests.kit.objects.said import Capd, same, written
+from tests.kit.objects.uploaded import publish
 
 SHARD = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.input/data/c/0/0/0"
 DOCUMENT = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.weight/data/zarr.json"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kit.objects.published import prefix
+from tests.kit.objects.uploaded import prefix
 
 __all__ = ["prefix"]

@@ -18,8 +18,8 @@ from zarr.storage import ObjectStore
 import capd
 from capd.store.objects.address import Address
 from capd.store.read.series import Series
-from tests.kit.objects.published import publish
 from tests.kit.objects.service import Bucket
+from tests.kit.objects.uploaded import publish
 from tests.kit.store.writing import Writer, key
 
 

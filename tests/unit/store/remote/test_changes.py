@@ -11,7 +11,7 @@ import capd
 from capd.errors import ObjectStoreError
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
-from tests.kit.objects.published import publish
+from tests.kit.objects.uploaded import publish
 from tests.kit.store.writing import Writer, key
 
 LARGE, SMALL = (1024, 1500), (3, 5)

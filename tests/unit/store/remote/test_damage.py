@@ -17,7 +17,7 @@ from capd.errors import CapdError, DamagedRecord, NotAStore, ObjectStoreError
 from capd.store.format.codecs import crc32c
 from capd.store.objects.address import Address, parse_address
 from capd.store.read.series import Series
-from tests.kit.objects.published import filled, publish
+from tests.kit.objects.uploaded import filled, publish
 
 MANIFEST = ".capd/node=n0/manifest.json"
 SERIES = ".capd/node=n0/series-00000001.parquet"

@@ -11,7 +11,7 @@ import pytest
 import capd
 from capd.store.objects.address import Address
 from capd.store.read.store import Store
-from tests.kit.objects.published import filled, publish
+from tests.kit.objects.uploaded import filled, publish
 
 
 def content(store: Store) -> list[object]:

@@ -14,9 +14,9 @@ import pytest
 
 import capd
 from capd.store.objects.address import Address
-from tests.kit.objects.published import filled, publish
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import ACCESS_KEY, SECRET_KEY
+from tests.kit.objects.uploaded import filled, publish
 
 SQL = "SELECT path, count(*) AS records, max(absmax) AS largest FROM records GROUP BY path ORDER BY path"
 

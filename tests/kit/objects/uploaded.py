@@ -15,7 +15,6 @@ from capd._version import __version__
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog.sessions import read_sessions
-from capd.store.catalog.totals import iterations_in, quant_types_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.format.codecs import crc32c
@@ -29,12 +28,13 @@ from capd.store.segments.manifest import (
     node_prefix,
     segment_name,
 )
-from capd.store.segments.record_table import SegmentWriter
+from capd.store.segments.record_table import SegmentWriter, iterations_of
 from capd.store.segments.series_table import (
     DocumentObject,
     Part,
     SeriesEntry,
     ShardObject,
+    quant_types_of,
     write_series_table,
 )
 from tests.kit.objects.service import Bucket as TestBucket
@@ -82,7 +82,6 @@ def _publish_node(
     with contextlib.closing(connect_read_only(node_directory(run, node) / CATALOG_NAME)) as database:
         rows, sessions = read_series(database), read_sessions(database)
         entries = {row.id: SeriesEntry(row, [], *_objects(row, sizes)) for row in rows}
-        (first, last), types = iterations_in(database) or (None, None), quant_types_in(database)
         segments, footers = [], {}
         for number in range(splits):
             segment, footer = _record_segment(
@@ -94,6 +93,7 @@ def _publish_node(
     payload = write_series_table(list(entries.values()), footers)
     name = segment_name("series", generation)
     bucket.put(f"{node_prefix(node)}/{name}", payload)
+    first, last = iterations_of(footers.values()) or (None, None)
     objects = [one for entry in entries.values() for one in (*entry.shards, *entry.documents)]
     manifest = Manifest(
         capd=__version__,
@@ -111,7 +111,7 @@ def _publish_node(
         stored_bytes=sum(row.stored_bytes for row in rows),
         first_iteration=first,
         last_iteration=last,
-        quant_types=types,
+        quant_types=quant_types_of(list(entries.values())),
         objects=len(objects),
         object_bytes=sum(one.nbytes for one in objects),
     )
