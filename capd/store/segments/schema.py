@@ -64,9 +64,10 @@ def record_schema() -> Any:
     """Return the Arrow schema of a record segment."""
     import pyarrow as pa
 
-    word = pa.dictionary(pa.int32(), pa.string())
+    # Parquet keeps equal texts once anyway. As Arrow dictionaries, they could not be joined with those of the series.
+    texts = dict.fromkeys(("path", "device", "metadata", "attributes"), pa.string())
     types = {
-        "path": word, "device": word, "metadata": word, "attributes": word, "recompute": pa.bool_(),
+        **texts, "recompute": pa.bool_(),
         "requires_grad": pa.bool_(), "is_leaf": pa.bool_(), "shape": pa.list_(pa.int64()),
         "exponents": pa.list_(pa.int16()), "exponent_counts": pa.list_(pa.int64()), "body": pa.binary(),
         **{name: pa.float64() for name in ("min", "max", "absmax", "sum", "sum_sq")},

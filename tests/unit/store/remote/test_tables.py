@@ -33,20 +33,22 @@ def wanted(tmp_path: Path, prefix: Address) -> list[tuple[str, int, float]]:
 
 
 def test_polars(wanted: list[tuple[str, int, float]], bucket: Bucket, prefix: Address) -> None:
-    records = pl.scan_parquet(
-        f"{prefix}/run.zarr/.capd/node=*/records-*.parquet",
-        storage_options={
-            "aws_access_key_id": ACCESS_KEY,
-            "aws_secret_access_key": SECRET_KEY,
-            "aws_region": "us-east-1",
-            "aws_endpoint_url": bucket.service.endpoint,
-            "aws_allow_http": "true",
-        },
-    )
-    found = (
-        records.group_by(pl.col("path").cast(pl.String)).agg(pl.len(), pl.col("absmax").max()).sort("path")
-    )
+    options = {
+        "aws_access_key_id": ACCESS_KEY,
+        "aws_secret_access_key": SECRET_KEY,
+        "aws_region": "us-east-1",
+        "aws_endpoint_url": bucket.service.endpoint,
+        "aws_allow_http": "true",
+    }
+    records = pl.scan_parquet(f"{prefix}/run.zarr/.capd/node=*/records-*.parquet", storage_options=options)
+    found = records.group_by("path").agg(pl.len(), pl.col("absmax").max()).sort("path")
     assert found.collect().rows() == wanted
+    series = pl.scan_parquet(f"{prefix}/run.zarr/.capd/node=*/series-*.parquet", storage_options=options)
+    joined = (
+        records.join(series, on="path").group_by("tensor_name").agg(pl.len()).sort("tensor_name").collect()
+    )
+    assert joined["tensor_name"].to_list() == sorted(path.rpartition(".")[2] for path, _, _ in wanted)
+    assert joined["len"].sum() == sum(records for _, records, _ in wanted)
 
 
 def test_duckdb_through_pyarrow(
@@ -67,7 +69,7 @@ def test_duckdb_through_pyarrow(
 def test_pandas(wanted: list[tuple[str, int, float]], bucket: Bucket, prefix: Address) -> None:
     keys = [key for key in bucket.keys(f"{prefix.key}/run.zarr/.capd") if "/records-" in key]
     parts = [pd.read_parquet(io.BytesIO(bucket.store().get(key).bytes().to_bytes())) for key in keys]
-    records = pd.concat(parts).astype({"path": str})
+    records = pd.concat(parts)
     found = records.groupby("path")["absmax"].agg(["size", "max"]).reset_index()
     rows = [
         (path, size, None if pd.isna(most) else most) for path, size, most in found.itertuples(index=False)
