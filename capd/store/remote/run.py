@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -17,7 +18,9 @@ from capd.store.segments.manifest import MANIFEST_NAME
 
 __all__ = ["RemoteRun", "remote_runs", "run_places"]
 
-_MANIFEST = re.compile(rf"\.capd/node=([A-Za-z0-9][A-Za-z0-9._-]{{0,127}})/{re.escape(MANIFEST_NAME)}")
+logger = logging.getLogger(__name__)
+
+_OF_NODE = re.compile(r"\.capd/node=([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([^/]+)")
 # A node has about ten objects there.
 _MAX_OBJECTS = 200_000
 _NAMED = 5
@@ -30,6 +33,7 @@ class RemoteRun:
     Attributes:
         place: The address of the run.
         bucket: Its objects.
+        without_manifest: The nodes with objects of a catalog, but without a manifest that names them.
     """
 
     def __init__(self, place: Address) -> None:
@@ -40,6 +44,7 @@ class RemoteRun:
             CapdError: The extra `store` is not installed.
         """
         self.place = place
+        self.without_manifest: set[str] = set()
         try:
             self.bucket = Bucket(place, is_new=False)
         except FileNotFoundError as error:
@@ -81,10 +86,20 @@ class RemoteRun:
 
     def _manifests(self) -> dict[str, Head]:
         """Return the manifest objects by node, in order. One request."""
-        found = {}
+        found: dict[str, Head] = {}
+        names: set[str] = set()
         for head in islice(self.bucket.listing(".capd/"), _MAX_OBJECTS):
-            if (named := _MANIFEST.fullmatch(head.key)) is not None:
-                found[named[1]] = head
+            if (named := _OF_NODE.fullmatch(head.key)) is not None:
+                names.add(named[1])
+                if named[2] == MANIFEST_NAME:
+                    found[named[1]] = head
+        without = names - found.keys()
+        for name in sorted(without - self.without_manifest):
+            logger.warning(
+                "%s: node %s has no manifest, so its records are not shown; its upload has just begun, or "
+                "`capd upload` on that node writes it again", self.place, name,
+            )  # fmt: skip
+        self.without_manifest = without
         return dict(sorted(found.items()))
 
     def names(self) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from capd.errors import ObjectStoreError
+from capd.errors import NotAStore, ObjectStoreError
 from capd.store.disk.files import make_directory
 from capd.store.disk.layout import node_directory
 from capd.store.format.frames import SeriesHeader
@@ -58,6 +58,7 @@ def verify_remote(
     nodes = list(_nodes(run, report))
     if not report.ok:
         return report
+    report.damaged += _without_manifest(run)
     heads = {head.key: head for head in run.bucket.listing()}
     named = list(named_objects(nodes))
     report.damaged += _differences(named, heads)
@@ -69,20 +70,31 @@ def verify_remote(
     there = [one for one in named if one.key in heads]
     with tempfile.TemporaryDirectory(prefix="capd-verify-") as directory:
         files = _Files(run, nodes, Path(directory) / place.name)
-        report.damaged += files.prepare(there)
-        if not any(one.kind == "run" or one.file.startswith(".capd/") for one in report.damaged):
-            checked = verify_run(
-                files.run, progress=progress, threads=threads or min(_THREADS, len(os.sched_getaffinity(0))),
-                present=files.present,
-            )  # fmt: skip
-            report.series, report.records, report.nbytes = checked.series, checked.records, checked.nbytes
-            report.damaged += checked.damaged
-            report.notes += checked.notes
+        without = files.prepare(there)
+        report.damaged += without
+        if not without and "zarr.json" in heads:
+            _check_files(files, report, progress, threads)
         report.damaged += files.damaged.values()
     report.notes += _leftovers(named, heads)
     report.damaged = list(dict.fromkeys(report.damaged))
     report.damaged.sort(key=lambda d: (d.series, d.records[:1], d.file, d.offset or 0))
     return report
+
+
+def _check_files(
+    files: _Files, report: Report, progress: Callable[[int], None] | None, threads: int | None
+) -> None:
+    """Check the files as a run on this machine, and add what is found."""
+    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        checked = verify_run(files.run, progress=progress, threads=threads, present=files.present)
+    except NotAStore as error:
+        what = str(error).replace(str(files.run), str(report.run))
+        report.damaged.append(Damage("run", "", (), "zarr.json", None, what))
+        return
+    report.series, report.records, report.nbytes = checked.series, checked.records, checked.nbytes
+    report.damaged += checked.damaged
+    report.notes += checked.notes
 
 
 def _nodes(run: RemoteRun, report: Report) -> Iterator[RemoteNode]:
@@ -97,6 +109,12 @@ def _nodes(run: RemoteRun, report: Report) -> Iterator[RemoteNode]:
                 raise
             file = f"{node_prefix(name)}/{MANIFEST_NAME}"
             report.damaged.append(Damage("catalog", "", (), file, None, str(error), name))
+
+
+def _without_manifest(run: RemoteRun) -> Iterator[Damage]:
+    for name in sorted(run.without_manifest):
+        file = f"{node_prefix(name)}/{MANIFEST_NAME}"
+        yield Damage("catalog", "", (), file, None, "the node has segments, but no manifest names them", name)
 
 
 def _differences(named: list[NamedObject], heads: Mapping[str, Head]) -> Iterator[Damage]:

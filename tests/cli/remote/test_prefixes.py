@@ -115,7 +115,13 @@ def test_two_nodes_are_added_up(capd: Capd, tmp_path: Path, prefix: Address) -> 
     assert (counted["committed"], counted["offered"], len(counted["sessions"])) == (36, 36, 2)
     assert same(capd, place, run, "verify", "RUN")["series"] == 12
     Objects(place).delete([".capd/node=n1/manifest.json"])
-    assert capd("stats", str(place), "--json").json["committed"] == 18
+    said = run_capd("stats", str(place), "--json")
+    assert said.json["committed"] == 18
+    [line] = said.err.splitlines()
+    assert f"{place}: node n1 has no manifest, so its records are not shown" in line
+    checked = run_capd("verify", str(place))
+    assert checked.code == 4
+    assert ".capd/node=n1/manifest.json: the node has segments, but no manifest names them" in checked.out
 
 
 MOST = (("stats", 3), ("stats --drops", 5), ("ls", 3), (f"show {SERIES}", 5), (f"show {SERIES}#2", 6))

@@ -19,6 +19,7 @@ from tests.kit.store.cli import run_capd
 
 SHARD = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.input/data/c/0/0/0"
 DOCUMENT = "bf16/rank0/layer0/pre/blocks.0.mlp.fc1.forward.weight/data/zarr.json"
+SEGMENTS = [f".capd/node=node0/{name}-00000001.parquet" for name in ("series", "records")]
 
 
 def test_a_complete_upload_is_as_sound_as_the_run(capd: Capd, tmp_path: Path, prefix: Address) -> None:
@@ -44,9 +45,7 @@ def _remove(bucket: Bucket, key: str) -> None:
 
 
 @pytest.mark.parametrize("harm", [_flip, _truncate, _remove])
-@pytest.mark.parametrize(
-    "key", [SHARD, DOCUMENT, ".capd/node=node0/series-00000001.parquet", ".capd/node=node0/records-00000001.parquet"]
-)  # fmt: skip
+@pytest.mark.parametrize("key", ["zarr.json", SHARD, DOCUMENT, *SEGMENTS])
 def test_a_damaged_object_is_found_and_named(
     capd: Capd, tmp_path: Path, prefix: Address, harm: Callable[[Bucket, str], None], key: str
 ) -> None:
@@ -56,7 +55,8 @@ def test_a_damaged_object_is_found_and_named(
     assert said.code == 4, said.err
     texts = [f"{one['file']} {one['what']}" for one in said.json["damaged"]]
     assert any(key in text for text in texts), texts
-    if harm is not _flip and "series" not in key:
+    # Without the series there is nothing to list, and no manifest has the sizes of the groups' documents.
+    if harm is not _flip and "series" not in key and (harm, key) != (_truncate, "zarr.json"):
         assert capd("verify", str(place), "--listing").code == 4
 
 
