@@ -73,6 +73,26 @@ NAMES = (
     "empty.after_tree",
     "restore.before_rename",  # a run that leaves the trash
     "restore.after_rename",
+    "upload.before_state",  # what an upload keeps locally
+    "upload.after_state",
+    "upload.before_shards",  # an upload to an object store
+    "upload.before_shard",
+    "upload.after_shard",
+    "upload.after_shards",
+    "upload.after_moments",
+    "upload.after_lengths",
+    "upload.after_attributes",
+    "upload.after_arrays",
+    "upload.after_groups",
+    "upload.before_records",
+    "upload.after_records",
+    "upload.after_series",
+    "upload.before_manifest",
+    "upload.after_manifest",
+    "upload.before_delete",
+    "upload.after_delete",
+    "upload.before_abort",
+    "upload.after_abort",
 )
 _ERRORS = {"error": errno.EIO, "enospc": errno.ENOSPC}
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP, "int": signal.SIGINT}

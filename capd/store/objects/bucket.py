@@ -27,10 +27,10 @@ __all__ = ["CRC_ATTRIBUTE", "Bucket", "Head", "part_nbytes"]
 CRC_ATTRIBUTE: Final = "capd-crc32c"
 """The attribute of an object with the crc32c of its bytes, as eight hexadecimal digits."""
 
-_MIN_PART_NBYTES = 16 << 20
+_MIN_PART_NBYTES = 8 << 20
 # S3 allows 10,000 parts.
 _MAX_PARTS = 9_000
-_PARTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 2
 # The limits within one call.
 _RETRIES = 3
 _RETRY_TIMEOUT = timedelta(seconds=20)
@@ -209,6 +209,8 @@ class Bucket:
 
     def put_file(self, key: str, file: Path | Iterator[bytes], nbytes: int, crc32c: int) -> str | None:
         """Write an object from a file, in parts if it is large. It appears whole or not at all.
+
+        An iterator goes in parts whatever its size, and takes the memory of three of them.
 
         Args:
             key: The key.

@@ -1,1 +1,1 @@
-"""The upload of a run to an object store: sealed shards first, the manifest last."""
+"""Uploads of runs to an object store: what changed, the transfer of shards, and the manifest that makes it visible."""

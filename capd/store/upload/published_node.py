@@ -1,0 +1,192 @@
+"""What the object store has of one node's part of a run: its manifest, its series segment, and who wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capd.errors import ObjectStoreError, StoreError
+from capd.store.catalog.rows import SeriesRow, SessionRow
+from capd.store.disk.failpoints import failpoint
+from capd.store.disk.run_document import write_durably
+from capd.store.documents.remote_state import (
+    REMOTE_STATE_NAME,
+    RemoteState,
+    encode_remote_state,
+    new_origin,
+    read_remote_state,
+)
+from capd.store.format.codecs import crc32c
+from capd.store.objects.bucket import Bucket
+from capd.store.segments.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    Segment,
+    decode_manifest,
+    node_prefix,
+)
+from capd.store.segments.series_table import SeriesEntry, read_series_table
+
+__all__ = [
+    "AnotherWriter",
+    "PublishedNode",
+    "fresh_state",
+    "generation_of",
+    "load_state",
+    "read_remote",
+    "save_state",
+]
+
+
+class AnotherWriter(ObjectStoreError):
+    """Another daemon or another store writes this node's prefix. Names the remedy."""
+
+    def __init__(self, bucket: Bucket, node: str, why: str) -> None:
+        super().__init__(
+            f"{bucket.address / node_prefix(node)} has another writer ({why}); set another `node` or another "
+            "address to upload to, or remove what is there",
+            reason="conflict",
+        )
+
+
+@dataclass(slots=True)
+class PublishedNode:
+    """The last published state. entries: by series path. leftovers: objects beside the manifest that it does not name.
+
+    Attributes:
+        manifest: The manifest; None if there is none.
+        etag: Its entity tag.
+        entries: The series by path.
+        footers: The footers of the record segments by generation.
+        leftovers: The names of the segments that the manifest does not name.
+        generation: The largest number of the manifest and of all segments.
+    """
+
+    manifest: Manifest | None = None
+    etag: str | None = None
+    entries: dict[str, SeriesEntry] = field(default_factory=dict)
+    footers: dict[int, bytes] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    generation: int = 0
+
+    @property
+    def segments(self) -> set[str]:
+        """The names of all segments that the manifest names."""
+        return (
+            set()
+            if self.manifest is None
+            else {self.manifest.series.name, *(one.name for one in self.manifest.records)}
+        )
+
+    @property
+    def records(self) -> list[Segment]:
+        """The record segments that the manifest names."""
+        return [] if self.manifest is None else self.manifest.records
+
+
+def load_state(directory: Path, to: str) -> RemoteState:
+    """Return the state of an upload to an address, which is durable before the first object.
+
+    Raises:
+        StoreError: Shards were evicted to another address.
+        NotAStore: The state cannot be read.
+        OSError: It cannot be read or written.
+    """
+    state = read_remote_state(directory)
+    if state is not None and state.to == to:
+        return state
+    if state is not None and state.evicted:
+        raise StoreError(
+            f"some shards of {directory} are only in {state.to}; upload it there, or copy the run with `capd cp` first"
+        )
+    fresh = fresh_state(to)
+    save_state(directory, fresh)
+    return fresh
+
+
+def fresh_state(to: str) -> RemoteState:
+    """Return the state of an upload that begins."""
+    return RemoteState(to=to, origin=new_origin())
+
+
+def save_state(directory: Path, state: RemoteState) -> None:
+    """Write a state atomically and durably. Raises OSError."""
+    failpoint("upload.before_state")
+    write_durably(
+        directory / REMOTE_STATE_NAME, encode_remote_state(state), directory / f"{REMOTE_STATE_NAME}.tmp"
+    )
+    failpoint("upload.after_state")
+
+
+def read_remote(
+    bucket: Bucket,
+    node: str,
+    state: RemoteState,
+    sessions: Collection[SessionRow],
+    rows: Collection[SeriesRow],
+) -> PublishedNode:
+    """Return what the object store has of a node.
+
+    Args:
+        bucket: The place of the run.
+        node: The name of the node.
+        state: The local state.
+        sessions: The local sessions.
+        rows: The local series.
+
+    Raises:
+        AnotherWriter: It is of another writer.
+        ObjectStoreError: It cannot be read.
+    """
+    prefix = node_prefix(node)
+    try:
+        payload, etag = bucket.get_versioned(f"{prefix}/{MANIFEST_NAME}", at_most=MAX_MANIFEST_NBYTES)
+    except FileNotFoundError:
+        found = PublishedNode()
+    else:
+        place = bucket.address / prefix / MANIFEST_NAME
+        manifest = decode_manifest(payload, place)
+        table = bucket.get(f"{prefix}/{manifest.series.name}", at_most=manifest.series.nbytes)
+        if crc32c(table) != manifest.series.crc32c:
+            raise ObjectStoreError(f"{bucket.address / prefix / manifest.series.name} fails its checksum")
+        entries, footers = read_series_table(table, bucket.address / prefix / manifest.series.name)
+        found = PublishedNode(manifest, etag, {one.row.header.path: one for one in entries}, footers)
+        _check_writer(bucket, node, state, found, sessions, {row.header.path: row for row in rows})
+    _, objects = bucket.names(f"{prefix}/")
+    names = {one.key.rpartition("/")[2] for one in objects}
+    if found.manifest is not None:
+        found.generation = found.manifest.generation
+    segments = {name for name in names if name.endswith(".parquet")}
+    found.leftovers = sorted(segments - found.segments)
+    found.generation = max([found.generation, *map(generation_of, segments)])
+    return found
+
+
+def generation_of(name: str) -> int:
+    """Return the generation in the name of a segment; 0 for another name."""
+    number = name.removesuffix(".parquet").rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) <= 8 else 0
+
+
+def _check_writer(
+    bucket: Bucket,
+    node: str,
+    state: RemoteState,
+    found: PublishedNode,
+    sessions: Collection[SessionRow],
+    rows: Mapping[str, SeriesRow],
+) -> None:
+    manifest = found.manifest
+    assert manifest is not None  # noqa: S101 - the caller has it
+    if manifest.origin == state.origin:
+        return
+    if state.generation:
+        raise AnotherWriter(bucket, node, f"its manifest {manifest.generation} is of another store")
+    # A store that lost its state, or was copied here, goes on with what is there.
+    if not {one.client for one in manifest.sessions} <= {one.client for one in sessions}:
+        raise AnotherWriter(bucket, node, "it has sessions that this store does not know")
+    for path, entry in found.entries.items():
+        if path not in rows or rows[path].records < entry.row.records:
+            raise AnotherWriter(bucket, node, f"it has records of {path} that this store does not know")

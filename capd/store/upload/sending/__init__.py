@@ -1,0 +1,1 @@
+"""How objects go up: threads, bandwidth and memory, the request to stop, and what servers enforce and leave unfinished."""
