@@ -1,1 +1,1 @@
-"""How objects go up: threads, bandwidth and memory, the request to stop, and what servers enforce and leave unfinished."""
+"""How objects go up: threads, bandwidth, memory, the request to stop, and what servers enforce or leave unfinished."""
