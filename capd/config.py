@@ -1,7 +1,8 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]` and `[retention]` belong to the daemon. Its other
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]` and `[retention]` belong to
+the daemon. Its other
 keys belong to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also
 the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 """
@@ -13,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +40,8 @@ _METRICS = re.compile(
     r"off|unix:[^\0]+"
     r"|(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9._-]*):(\d{1,4}|[1-5]\d{4}|6([0-4]\d{3}|5([0-4]\d\d|5([0-2]\d|3[0-5]))))"
 )
+
+_AT = re.compile(r"at:([1-9]\d?|100)%")
 
 
 def _parse_endpoint(value: object) -> object:
@@ -67,6 +71,33 @@ def _checked_codec(value: str) -> str:
             parse_codec(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+    return value
+
+
+def _parse_upload_to(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    # `capd --help` and jobs need no object store.
+    from capd.store.objects.address import parse_address
+
+    try:
+        address = parse_address(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if address.is_run:
+        raise ValueError(
+            f"{str(address)!r} is the address of a run; write the one above it: {str(address.parent)!r}"
+        )
+    return str(address)
+
+
+def _parse_eviction(value: object) -> object:
+    if isinstance(value, str) and value != "never" and not _AT.fullmatch(value):
+        if not value.startswith("after:"):
+            raise ValueError(
+                f"{value!r} is none of never, after:TIME such as after:1h, and at:PERCENT such as at:85%"
+            )
+        parse_age(value.removeprefix("after:"))
     return value
 
 
@@ -129,6 +160,19 @@ class DaemonSettings(BaseModel):
     """Metrics of each rank, too: as many series more as there are ranks."""
     log_format: Literal["text", "json"] = "text"
     """text: lines for people. json: one JSON object a line."""
+    upload_to: Annotated[str | None, BeforeValidator(_parse_upload_to)] = None
+    """s3://BUCKET/PREFIX (or gs://, az://, file:///) to which the runs of the store are uploaded; none: nowhere."""
+    upload_runs: Annotated[str, Field(min_length=1, max_length=1024)] = "*"
+    """The runs that are uploaded, as a pattern of their ids such as "exp7*"."""
+    upload_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Objects that are uploaded at a time."""
+    upload_bandwidth: Annotated[Nbytes, Field(ge=1024)] | None = None
+    """Bytes per second of all uploads together; none: no limit."""
+    upload_delete_local: Annotated[str, BeforeValidator(_parse_eviction)] = "never"
+    """When local shards that are in the object store are deleted: never, after:TIME (after:1h) or at:PERCENT of the
+    file system (at:85%)."""
+    upload_drain_s: Seconds = 0.0
+    """Seconds that a stopping daemon may go on uploading."""
 
 
 class RetentionSettings(BaseModel):
@@ -170,7 +214,7 @@ def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = Non
 
 
 def read_daemon_table(path: Path) -> dict[str, Any]:
-    """Check every key of a capd.toml and return the settings of its `[daemon]` and `[quota]` tables.
+    """Check every key of a capd.toml and return the settings of its `[daemon]`, `[quota]` and `[upload]` tables.
 
     Raises:
         ConfigError: The file is missing or not TOML, or a key is unknown or has a bad value. The message names file
@@ -180,9 +224,10 @@ def read_daemon_table(path: Path) -> dict[str, Any]:
     if problems:
         more = f" (and {len(problems) - 1} more; `capd config check` lists them)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
-    daemon: dict[str, Any] = table.get("daemon", {})
-    quota: dict[str, Any] = table.get("quota", {})
-    return {**daemon, **{_QUOTA[key]: value for key, value in quota.items()}}
+    found: dict[str, Any] = dict(table.get("daemon", {}))
+    for name, keys in _TABLES.items():
+        found |= {keys[key]: value for key, value in table.get(name, {}).items()}
+    return found
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -204,22 +249,40 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     return table, [f"{path}: {problem}" for problem in problems]
 
 
-# Key of [quota] → setting.
-_QUOTA = {"run_max": "run_max", "rank_max": "rank_max", "series_max": "series_max", "policy": "quota_policy"}
+# Table → key → setting.
+_TABLES = {
+    "quota": {
+        "run_max": "run_max",
+        "rank_max": "rank_max",
+        "series_max": "series_max",
+        "policy": "quota_policy",
+    },
+    "upload": {
+        name.removeprefix("upload_"): name
+        for name in DaemonSettings.model_fields
+        if name.startswith("upload_")
+    },
+}
 
 
 def _problems_of_daemon(table: Mapping[str, Any]) -> list[str]:
-    moved = {setting: key for key, setting in _QUOTA.items() if setting in table}
-    found = [f"[daemon] {setting}: it belongs into [quota], as {key}" for setting, key in moved.items()]
-    return found + _problems_of({k: v for k, v in table.items() if k not in moved}, "[daemon] {}".format)
+    moved = {
+        setting: f"[daemon] {setting}: it belongs into [{name}], as {key}"
+        for name, keys in _TABLES.items()
+        for key, setting in keys.items()
+        if setting in table
+    }
+    rest = {key: value for key, value in table.items() if key not in moved}
+    return [*moved.values(), *_problems_of(rest, "[daemon] {}".format)]
 
 
-def _problems_of_quota(table: Mapping[str, Any]) -> list[str]:
-    places = {setting: f"[quota] {key}" for key, setting in _QUOTA.items()}
+def _problems_of_table(name: str, table: Mapping[str, Any]) -> list[str]:
+    keys = _TABLES[name]
+    places = {setting: f"[{name}] {key}" for key, setting in keys.items()}
     found = [
-        f"[quota] {key}: unknown key; known keys: {', '.join(_QUOTA)}" for key in table if key not in _QUOTA
+        f"[{name}] {key}: unknown key; known keys: {', '.join(keys)}" for key in table if key not in keys
     ]
-    known = {_QUOTA[key]: value for key, value in table.items() if key in _QUOTA}
+    known = {keys[key]: value for key, value in table.items() if key in keys}
     return found + _problems_of(known, places.__getitem__)
 
 
@@ -303,9 +366,14 @@ def _from_environment(field: str, environ: Mapping[str, str]) -> tuple[str, str 
     return "", None
 
 
+# Flags with another name than their setting.
+_FLAGS = {"upload_drain_s": "--drain-uploads"}
+
+
 def _blame(field: str, origins: Mapping[str, str]) -> str:
     origin = origins.get(field, "")
-    return f"--{field.replace('_', '-')}" if origin == "flag" else f"{field} ({origin})"
+    flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+    return flag if origin == "flag" else f"{field} ({origin})"
 
 
 def _problems_of_retention(table: Mapping[str, Any]) -> list[str]:
@@ -326,7 +394,8 @@ def _problems_of(
 # Table of capd.toml → what finds its problems.
 _PROBLEMS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "daemon": _problems_of_daemon,
-    "quota": _problems_of_quota,
+    "quota": partial(_problems_of_table, "quota"),
+    "upload": partial(_problems_of_table, "upload"),
     "retention": _problems_of_retention,
 }
 
@@ -335,7 +404,9 @@ def _one_line(error: ErrorDetails, place: Callable[[str], str], model: type[Base
     field = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
-        shown = "" if repr(error["input"]) in message else f", got {error['input']!r}"
+        # What is no address may hold a key.
+        is_said = repr(error["input"]) in message or field == "upload_to"
+        shown = "" if is_said else f", got {error['input']!r}"
         return f"{place(field)}: {message}{shown}"
     known = model.model_fields
     near = difflib.get_close_matches(field, known, n=1)

@@ -15,6 +15,7 @@ __all__ = [
     "RunStats",
     "SessionStats",
     "Steer",
+    "UploadStats",
 ]
 
 
@@ -110,10 +111,37 @@ class RunStats(RunCounters):
     why_full: str
 
 
+class UploadStats(_Model):
+    """The uploads of one daemon to an object store.
+
+    Attributes:
+        to: The address above the runs'.
+        state: ok; retrying (the last try failed); failed (somebody has to do something, such as setting credentials).
+        problem: The last failure; "" without one.
+        note: What the object store does not enforce; "" if it enforces everything.
+        objects: The objects that were written since the start.
+        bytes: Their bytes.
+        failures: The rounds that failed, by reason.
+        backlog_bytes: The bytes of sealed shards that are not in the object store yet.
+        oldest_s: The age of the oldest of them, in seconds; 0 without one.
+    """
+
+    to: str
+    state: Literal["ok", "retrying", "failed"]
+    problem: str
+    note: str
+    objects: int
+    bytes: int
+    failures: dict[str, int]
+    backlog_bytes: int
+    oldest_s: float
+
+
 class DaemonStats(_Model):
     """The state of one daemon. Disk sizes are in bytes.
 
     Attributes:
+        upload: Its uploads; null without any.
         arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
         refused_connections: The refused connections by code.
     """
@@ -132,6 +160,7 @@ class DaemonStats(_Model):
     arriving: int = 0
     refused_connections: dict[str, int]
     runs: list[RunStats]
+    upload: UploadStats | None = None
 
 
 class Selected(_Model):

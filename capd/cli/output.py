@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import platform
 import sys
 from collections.abc import Iterable
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 from capd._version import __version__
 from capd.strict_json import json_number
 from capd_client.process.text import human_count, human_nbytes, printable
 
 __all__ = [
-    "human_count", "human_nbytes", "human_number", "json_number", "note", "print_either", "print_json",
+    "human_count", "human_nbytes", "human_number", "json_number", "leave_at_once", "note", "print_either", "print_json",
     "print_lines", "versions",
 ]  # fmt: skip
 
@@ -44,6 +46,14 @@ def print_either(document: Any, lines: Iterable[str], *, as_json: bool) -> None:
 def note(message: str) -> None:
     """Write one message line to stderr. Names in it may come from a store of anybody."""
     print(f"capd: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process without waiting for its threads. Everything is written out before."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def human_number(value: float | None) -> str:

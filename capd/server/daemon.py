@@ -56,6 +56,7 @@ from capd.server.service.kill_time import shutdown_time
 from capd.server.service.notifications import Notifications
 from capd.server.service.sockets import METRICS, RANKS, inherited_sockets, ranks_socket
 from capd.server.stopping import StopReport, StopRequests
+from capd.server.uploads.uploads import Uploads
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
 from capd_client.config.sizes import amount_nbytes, default_max_disk
@@ -106,6 +107,7 @@ class Daemon:
         self._settings = settings
         self._policy = retention or Policy()
         self._retention: Retention | None = None
+        self._uploads: Uploads | None = None
         self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
@@ -145,7 +147,7 @@ class Daemon:
                 manager.ready()
                 while not self._stop.wait(_TICK_S):
                     self._tick()
-                manager.stopping(self._pipeline.writer, self._shutdown_s)
+                manager.stopping(self._pipeline.writer, self._shutdown_s + self._settings.upload_drain_s)
                 code = self._shut_down()
             # The tools hear it when the store is free for the next daemon.
             self._report.tell(ok=code == 0, text=self._ended)
@@ -168,7 +170,13 @@ class Daemon:
             arriving=self._listener.arriving,
             refused_connections=dict(self._listener.refused),
             runs=self._registry.stats(run_id),
+            upload=None if self._uploads is None else self._uploads.stats(),
         )
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether an upload waits for a server after `run` has ended. The process must not wait for it, too."""
+        return self._uploads is not None and self._uploads.is_alive()
 
     # Start
 
@@ -187,6 +195,9 @@ class Daemon:
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         stack.callback(os.close, self._closing)
+        if settings.upload_to is not None:
+            # Before the store is touched: an address that cannot be used stops the start.
+            self._uploads = Uploads(self._root, self._node, settings)
         lock = RootLock(self._root, self._node)
         stack.callback(lock.release)
         names = RunNames(self._root, settings.run_id, lock.previous)
@@ -211,15 +222,18 @@ class Daemon:
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
+        self._recovery = RunRecovery(self._root, self._node, self._registry)
         sending = SendLoop()
         stack.callback(sending.stop)
         self._listen(self._bound, allowed, open_files - options.open_files, accepting, sending)
         collector = Collector(
-            self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks
-        )
+            self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks,
+            uploads=None if self._uploads is None else self._uploads.tools.figures,
+        )  # fmt: skip
         metrics.start(collector.take, self._budget, self._node, self._threads)
-        self._recovery = RunRecovery(self._root, self._node, self._registry)
         self._recovery.start()
+        if self._uploads is not None:
+            self._uploads.begin(self._recovery)
         if self._policy:
             self._retention = Retention(self._root, self._policy, self._registry, self._recovery)
             self._retention.start()
@@ -359,6 +373,8 @@ class Daemon:
         logger.info("stopping (%s), %d connections", self._stop.reason, self._listener.connections)
         if self._retention is not None:
             self._retention.stop(_RETENTION_S)
+        if self._uploads is not None and not self._settings.upload_drain_s:
+            self._uploads.stop()
         self._registry.refuse_new()
         self._recovery.hurry(until)
         # The other half is for sealing.
@@ -378,6 +394,8 @@ class Daemon:
         self._pipeline.seal_all(until)
         self._recovery.join(max(0.0, until - time.monotonic()))
         complete = self._pipeline.close(max(0.1, until - time.monotonic()))
+        if self._uploads is not None and self._settings.upload_drain_s:
+            self._uploads.drain(self._settings.upload_drain_s)
         self._show_last()
         left = find_unsealed(self._root, self._node, self._pipeline.unsealed_records)
         self._ended = "the daemon stopped, everything is sealed"

@@ -168,6 +168,18 @@ ROWS: list[tuple[str, int, list[Panel]]] = [
         lines("Free inodes", "Each series takes some", "short",
               (f"capd_store_free_inodes{{{DAEMON}}}", "{{instance}}")),
     ]),
+    ("Uploads", HEIGHT, [
+        lines("Upload rate", "Bytes written to the object store", "Bps",
+              (rate("capd_upload_bytes_total", DAEMON), "{{instance}}")),
+        lines("Objects", "Objects written to the object store", "ops",
+              (rate("capd_upload_objects_total", DAEMON), "{{instance}}")),
+        lines("Backlog", "Bytes of sealed shards that are not uploaded", "bytes",
+              (f"capd_upload_backlog_bytes{{{DAEMON}}}", "{{instance}}")),
+        lines("Oldest change", "The age of the oldest change that is not uploaded", "s",
+              (f"capd_upload_oldest_seconds{{{DAEMON}}}", "{{instance}}")),
+        lines("Upload failures", "Uploads that failed and are tried again, by reason", "ops",
+              (f"sum by (reason) ({rate('capd_upload_failures_total', DAEMON)})", "{{reason}}")),
+    ]),
 ]  # fmt: skip
 
 

@@ -86,6 +86,18 @@ def serve(
     metrics_ranks: Annotated[
         bool | None, flag("--metrics-ranks", "Metrics of each rank, too: more series.", show_default=False)
     ] = None,
+    upload_to: Annotated[
+        str | None,
+        option(
+            "--upload-to",
+            "ADDRESS",
+            "s3://BUCKET/PREFIX to which the runs are uploaded, also those of earlier daemons [default: nowhere].",
+        ),
+    ] = None,
+    drain_uploads: Annotated[
+        float | None,
+        option("--drain-uploads", "SECONDS", "Go on uploading for so long after a stop [default: 0]."),
+    ] = None,
     log_format: Annotated[
         str | None,
         option("--log-format", "WORD", "text, or json for one JSON object a line [default: text]."),
@@ -118,6 +130,9 @@ def serve(
     A service manager may pass the socket (systemd's socket activation), and hears when ranks can connect. In a job of
     Slurm or a pod of Kubernetes, the daemon stops within 20 seconds unless shutdown_timeout_s is set.
 
+    Uploads need credentials in the environment or a profile (AWS_ACCESS_KEY_ID, AWS_PROFILE and so on). They never
+    delay a capture. What did not go up before the end, the next daemon uploads.
+
     With --detach the command ends with 0 when the daemon listens, or with the daemon's exit code if it does not
     start: 1 if it was stopped before. The log then goes to .capd-NODE.log in the store.
 
@@ -128,6 +143,7 @@ def serve(
       capd serve --detach
       capd serve --once
       capd serve --metrics 127.0.0.1:9464
+      capd serve --upload-to s3://bucket/captures --drain-uploads 60
 
     \b
     Exit codes:
@@ -147,7 +163,8 @@ def serve(
         "store": store, "endpoint": endpoint, "run_id": run_id, "node": node, "threads": threads,
         "max_disk": max_disk, "keep_free": keep_free, "allow_uid": allow_uid, "durability": durability,
         "codec": codec, "metrics": metrics, "metrics_token_file": metrics_token_file, "metrics_file": metrics_file,
-        "metrics_ranks": metrics_ranks, "log_format": log_format,
+        "metrics_ranks": metrics_ranks, "upload_to": upload_to, "upload_drain_s": drain_uploads,
+        "log_format": log_format,
     }  # fmt: skip
     settings, retention = load_daemon_settings(flags, path=config), load_retention(path=config)
     start_log(logging.WARNING if quiet else logging.INFO, settings.log_format)
@@ -160,11 +177,17 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
+    daemon = Daemon(settings, parent, retention.policy, once=once)
     try:
-        code = Daemon(settings, parent, retention.policy, once=once).run()
+        code = daemon.run()
     except CapdError as error:
         if settings.log_format == "text":
             raise
         logging.getLogger(__name__).error("%s", error)
         code = exit_code_of(error)
+    if daemon.is_held_up:
+        # A request that an object store does not answer would hold the interpreter for a minute.
+        from capd.cli.output import leave_at_once
+
+        leave_at_once(code)
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ from typing import Any
 from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched
-from capd.metrics import NO_RANK, DaemonStats, RunCounters, RunStats, SessionStats
+from capd.metrics import NO_RANK, DaemonStats, RunCounters, RunStats, SessionStats, UploadStats
 from capd.store.objects.address import Address, RunPlace, place_of
 
 __all__ = ["Counters", "Source"]
@@ -23,6 +23,7 @@ class Counters(RunCounters):
         source: "daemon" (live) or "store" (the last persisted counters).
         disk_free: The bytes left on the disk; None for a run in an object store.
         why_full: The limit that refused a record as disk_full, "" if none did.
+        upload: The uploads of the daemon; None without any, and without a daemon.
         compression_ratio: raw_bytes / stored_bytes.
     """
 
@@ -33,6 +34,7 @@ class Counters(RunCounters):
     disk_free: int | None
     keep_free: int | None = None
     max_disk: int | None = None
+    upload: UploadStats | None = None
 
 
 class Source:
@@ -127,6 +129,7 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
         disk_free=stats.disk_free,
         keep_free=stats.keep_free,
         max_disk=stats.max_disk,
+        upload=stats.upload,
         **run.model_dump(exclude={"sealed"}),
     )
 

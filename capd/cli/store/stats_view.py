@@ -13,7 +13,7 @@ from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.cli.store.counters import Counters
-    from capd.metrics import QuotaUse, SessionStats
+    from capd.metrics import QuotaUse, SessionStats, UploadStats
 
 __all__ = ["one_line", "render", "which_run"]
 
@@ -48,6 +48,8 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
     kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
     if counters.disk_free is not None:
         lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
+    if counters.upload is not None:
+        lines.append(f"upload      {_upload(counters.upload)}")
     if not counters.clean:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
@@ -60,6 +62,20 @@ def _quota(use: QuotaUse) -> str:
     whose = f" of {printable(use.of)}" if use.of else ""
     share = 100 * use.used // max(1, use.max)
     return f"{use.limit}{whose}: {human_nbytes(use.used)} of {human_nbytes(use.max)} ({share} %)"
+
+
+def _upload(upload: UploadStats) -> str:
+    failed = sum(upload.failures.values())
+    waits = f"{human_nbytes(upload.backlog_bytes)} wait" if upload.backlog_bytes else "nothing waits"
+    since = f", the oldest for {upload.oldest_s:,.0f} s" if upload.backlog_bytes else ""
+    parts = [
+        f"{human_count(upload.objects, 'object')} ({human_nbytes(upload.bytes)}) to {printable(upload.to)}",
+        waits + since,
+        *([human_count(failed, "failure")] if failed else []),
+        *([f"{upload.state}: {printable(upload.problem)}"] if upload.problem else []),
+        *([printable(upload.note)] if upload.note else []),
+    ]
+    return "; ".join(parts)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

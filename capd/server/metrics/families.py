@@ -16,6 +16,7 @@ from capd.histogram import BOUNDS_S
 from capd.server.metrics.host import FileSystem, Process
 from capd.server.metrics.snapshot import Bucketed, Snapshot
 from capd.server.runs.figures import RankFigures, RunFigures
+from capd.store.upload.sending.figures import UploadCounters
 from capd_client.protocol.counter_page import DROP_REASONS
 
 __all__ = ["Facts", "Family", "Labelled", "families"]
@@ -80,6 +81,7 @@ def families(facts: Facts, snapshot: Snapshot) -> list[Family]:
         *_of_daemon(facts, snapshot),
         *_of_runs(facts, snapshot),
         *_of_disk(facts, snapshot),
+        *_of_uploads(snapshot.uploads),
         *(_of_ranks(snapshot) if facts.each_rank else ()),
         *_of_process(facts.process),
     ]
@@ -202,6 +204,25 @@ def _of_disk(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
             "The bytes that this daemon may add (max_disk)",
             facts.max_disk_nbytes,
         )
+
+
+def _of_uploads(found: UploadCounters | None) -> Iterable[Family]:
+    if found is None:
+        return
+    yield _counter("capd_upload_objects_total", "The objects written to the object store", found.objects)
+    yield _counter("capd_upload_bytes_total", "The bytes written to the object store", found.nbytes)
+    yield Family(
+        "capd_upload_failures_total", "counter", "The uploads that failed and are tried again, by reason",
+        [Labelled(count, (("reason", reason),)) for reason, count in found.failures.items()],
+    )  # fmt: skip
+    yield _gauge(
+        "capd_upload_backlog_bytes", "The bytes of sealed shards that are not uploaded", found.backlog_nbytes
+    )
+    yield _gauge(
+        "capd_upload_oldest_seconds",
+        "The age of the oldest change that is not uploaded; 0 without one",
+        found.oldest_s,
+    )
 
 
 _RANK_FAMILIES: tuple[tuple[str, Literal["counter", "gauge"], str, Callable[[RankFigures], float | None]], ...] = (

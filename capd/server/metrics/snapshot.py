@@ -15,6 +15,7 @@ from capd.server.limits import DiskBudget
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.runs.figures import RunFigures
 from capd.server.runs.registry import Registry
+from capd.store.upload.sending.figures import UploadCounters, UploadFigures
 
 __all__ = ["MAX_RUNS_SHOWN", "Bucketed", "Collector", "Snapshot", "shown"]
 
@@ -39,6 +40,7 @@ class Snapshot:
         encoders: The kernel's ids of the encode threads.
         refuses: The disk budget refused the newest record that asked it, in the last minute.
         omitted: The number of runs that are not in `runs`.
+        uploads: The figures of the uploads; None without any.
     """
 
     taken: float
@@ -56,6 +58,7 @@ class Snapshot:
     used_nbytes: int
     store_failed: bool
     refuses: bool
+    uploads: UploadCounters | None = None
 
 
 class Collector:
@@ -69,10 +72,11 @@ class Collector:
         listener: Listener,
         *,
         each_rank: bool,
+        uploads: UploadFigures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry, self._pipeline, self._budget, self._listener = registry, pipeline, budget, listener
-        self._each_rank, self._clock = each_rank, clock
+        self._each_rank, self._uploads, self._clock = each_rank, uploads, clock
         self._used_nbytes, self._used_at = 0, -_USED_INTERVAL_S
         # The most stored bytes of each run so far.
         self._stored: dict[str, int] = {}
@@ -106,6 +110,7 @@ class Collector:
             used_nbytes=self._used_nbytes,
             store_failed=self._pipeline.failing,
             refuses=self._budget.refuses,
+            uploads=None if self._uploads is None else self._uploads.read(),
         )
 
 

@@ -86,8 +86,14 @@ def parse_address(text: str | os.PathLike[str]) -> Address:
         raise ConfigError(
             f"{given!r} is no address of an object store; write s3://BUCKET/PREFIX, gs://…, az://… or file:///PATH"
         )
-    if any(char in given for char in "?#\\") or not given.isprintable():
-        raise ConfigError(f"{given!r}: an address has no ?, #, backslash or control character")
+    if "@" in given[found.end() :].partition("/")[0] or "?" in given:
+        # The text may hold a key, so it is not repeated.
+        raise ConfigError(
+            f"an address has no keys and no query: {found[1]}://BUCKET/PREFIX; credentials come from the environment "
+            "or a profile"
+        )
+    if any(char in given for char in "#\\") or not given.isprintable():
+        raise ConfigError(f"{given!r}: an address has no #, backslash or control character")
     rest = given[found.end() :]
     bucket, _, key = rest.partition("/")
     key = key.strip("/")

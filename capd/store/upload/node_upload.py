@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from capd.errors import CapdError, ObjectStoreError
+from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import node_directory
 from capd.store.documents.remote_state import RemoteState, read_remote_state
@@ -39,7 +40,7 @@ from capd.store.upload.sending.transfer import Transfer, UploadTools
 from capd.store.upload.sending.unfinished import abort_unfinished
 from capd.store.upload.snapshot import CatalogSnapshot, catalog_snapshot
 
-__all__ = ["NodeUpload", "RoundResult"]
+__all__ = ["NodeUpload", "RoundResult", "versions_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ ROUND_NBYTES = 2 << 30
 # Superseded segments stay this long for readers that hold the manifest before.
 _SUPERSEDED_S = 600.0
 _STARTED_S = time.time()
+
+Versions: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class NodeUpload:
         # Superseded segments, and since when.
         self._superseded: dict[str, float] = {}
         # What the last round saw; None if the next one must look at everything.
-        self._seen: tuple[tuple[int, int, int], ...] | None = None
+        self._seen: Versions | None = None
         self._is_complete = False
         self._claim = UploadClaim(self._directory)
 
@@ -131,7 +134,7 @@ class NodeUpload:
             OSError: A local file cannot be read or written.
         """
         attributes = run_attributes(self.run)
-        seen = self._look()
+        seen = versions_of(self.run, self.node)
         if self._remote is not None and seen == self._seen:
             self._delete_due()
             return RoundResult(is_complete=self._is_complete)
@@ -183,11 +186,15 @@ class NodeUpload:
         shards = [shard for series in plan.series for shard in series.shards]
         return len(shards), sum(shard.version.nbytes for shard in shards)
 
-    def _look(self) -> tuple[tuple[int, int, int], ...]:
-        """Return what changes whenever something may have to go up."""
-        catalog = self._directory / "catalog.sqlite"
-        places = self.run / "zarr.json", catalog, catalog.with_name("catalog.sqlite-wal")
-        return tuple(map(_version, places))
+    @property
+    def seen(self) -> Versions | None:
+        """What the last round saw of the run, as `versions_of` returns it; None if there is more to do."""
+        return self._seen
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run is complete in the object store, and nothing is left to be deleted there."""
+        return self._is_complete and self._seen is not None and not self._superseded
 
     # Before the transfers
 
@@ -338,6 +345,12 @@ def _upload_documents(transfer: Transfer, series: Sequence[PlannedSeries]) -> No
         documents = [one for planned in series for one in planned.changed if belongs(one)]
         transfer.each([partial(transfer.document, one) for one in documents])
         failpoint(name)
+
+
+def versions_of(run: Path, node: str) -> Versions:
+    """Return what changes whenever something of a node's part of a run may have to go up."""
+    catalog = node_directory(run, node) / CATALOG_NAME
+    return tuple(map(_version, (run / "zarr.json", catalog, catalog.with_name(f"{CATALOG_NAME}-wal"))))
 
 
 def _version(place: Path) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capd.errors import StoreError
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.documents.remote_state import RemoteState
 from capd.store.segments.series_table import SeriesEntry
@@ -107,6 +108,7 @@ def plan_round(
     entries: dict[str, SeriesEntry] = {}
     taken = nbytes = 0
     more, oldest_s = False, time.time()
+    _check_catalog(run, snapshot, remote)
     for row in snapshot.series:
         before = remote.entries.get(row.header.path)
         if not row.sealed and before is None and not snapshot.is_complete:
@@ -148,6 +150,19 @@ def waiting_in(
 def _continues(row: SeriesRow, before: SeriesEntry) -> bool:
     """Return whether the records of an entry are the first ones of the series in the catalog."""
     return before.row.id == row.id and before.row.records <= row.sealed
+
+
+def _check_catalog(run: Path, snapshot: CatalogSnapshot, remote: PublishedNode) -> None:
+    """Raise StoreError if a catalog that is being rebuilt lacks something that was published."""
+    rows = {row.header.path: row for row in snapshot.series}
+    for path, entry in remote.entries.items():
+        row = rows.get(path)
+        if (run / path / "zarr.json").exists() and (row is None or row.records < entry.row.records):
+            raise StoreError(
+                f"the catalog of {run} lacks records of {path} that were uploaded; if no daemon recovers the run now, "
+                "`capd verify` says what is damaged",
+                retry=True,
+            )
 
 
 def _states(sessions: list[SessionRow]) -> dict[bytes, str]:

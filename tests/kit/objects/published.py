@@ -95,7 +95,9 @@ def assert_published(bucket: Bucket, run: str, local: Path, node: str = "n0") ->
             # A shard that was continued may be newer than the manifest. Then it holds what the older one held.
             is_newer = google_crc32c.value(payload) != shard.crc32c
             assert not is_newer or len(payload) >= shard.nbytes, key
-            held |= set(range(shard.shard * geometry.shard_records, (shard.shard + 1) * geometry.shard_records))
+            held |= set(
+                range(shard.shard * geometry.shard_records, (shard.shard + 1) * geometry.shard_records)
+            )
         assert set(range(entry.row.records)) <= held, entry
         for one in entry.documents:
             bytes(store.get(f"{path}/{one.name}").bytes())

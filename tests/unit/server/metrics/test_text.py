@@ -14,6 +14,7 @@ from capd.server.metrics.host import FileSystem, Process
 from capd.server.metrics.snapshot import Snapshot
 from capd.server.metrics.text import render
 from capd.server.runs.figures import RankFigures, RunFigures
+from capd.store.upload.sending.figures import UploadCounters
 from capd_client.protocol.counter_page import DROP_REASONS
 from tests.kit.metrics.scrape import samples
 
@@ -44,6 +45,7 @@ def snapshot(*runs: RunFigures, **changes: Any) -> Snapshot:
         "staged_nbytes": 5, "staging_nbytes": 10, "oldest_s": 0.25, "commits": (BUCKETS, 33.5),
         "syncs": ([0] * 11, 0.0), "seals": ([0] * 11, 0.0), "encoders": [], "used_nbytes": 7,
         "store_failed": False, "refuses": False,
+        "uploads": UploadCounters(5, 4096, {"unreachable": 2, "full": 0}, 1024, 12.5),
     }  # fmt: skip
     return Snapshot(**{**fields, **changes})
 
@@ -102,6 +104,21 @@ def test_every_reason_of_an_active_run_begins_at_zero_and_a_quiet_one_has_those_
     }  # fmt: skip
 
     assert reasons == {"active": {reason.value for reason in DROP_REASONS}, "quiet": {"arena_full"}}
+
+
+def test_uploads_have_their_figures_and_without_an_address_there_are_none() -> None:
+    found = {(name, labels): value for (name, labels), value in samples(page()).items() if "upload" in name}
+    silent = render(families(facts(), snapshot(uploads=None)), openmetrics=False).decode()
+
+    assert found == {
+        ("capd_upload_objects_total", frozenset()): 5,
+        ("capd_upload_bytes_total", frozenset()): 4096,
+        ("capd_upload_failures_total", frozenset({("reason", "unreachable")})): 2,
+        ("capd_upload_failures_total", frozenset({("reason", "full")})): 0,
+        ("capd_upload_backlog_bytes", frozenset()): 1024,
+        ("capd_upload_oldest_seconds", frozenset()): 12.5,
+    }
+    assert "upload" not in silent
 
 
 def test_a_run_without_a_quota_has_no_ratio() -> None:

@@ -11,7 +11,13 @@ import pytest
 from capd.store.objects.address import parse_address
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.sending.transfer import UploadTools
-from tests.kit.objects.published import assert_published, assert_same_files, assert_zarr_reads_it, bodies_in, manifest_of
+from tests.kit.objects.published import (
+    assert_published,
+    assert_same_files,
+    assert_zarr_reads_it,
+    bodies_in,
+    manifest_of,
+)
 from tests.kit.objects.service import Bucket
 from tests.kit.store.writing import Writer, key
 
@@ -45,7 +51,12 @@ def test_a_sealed_run_is_uploaded_bit_for_bit_and_only_once(tmp_path: Path, plac
     with opened(writer.run, place) as upload:
         third = upload.round()
 
-    assert (first.published, first.is_complete, second.published, third.published) == (True, True, False, False)
+    assert (first.published, first.is_complete, second.published, third.published) == (
+        True,
+        True,
+        False,
+        False,
+    )
     manifest = assert_published(place, "captures/run.zarr", writer.run)
     assert manifest is not None
     assert (manifest.is_complete, len(manifest.records), manifest.generation) == (True, 1, 1)

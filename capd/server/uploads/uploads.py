@@ -1,0 +1,254 @@
+"""The thread that uploads the runs of a store root. It has the lowest priority and takes no lock of the pipeline.
+
+Every few seconds it looks at each run that matches: those that ranks write now, and those of earlier daemons. A failure
+is one line of the log, and is tried again for ever, at most five minutes later. Captures never wait for it. What is not
+uploaded stays on the disk, so `max_disk` bounds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from capd.config import DaemonSettings
+from capd.errors import CapdError, NotAStore, ObjectStoreError, StoreBusy
+from capd.metrics import UploadStats
+from capd.server.uploads.backoff import Backoff
+from capd.server.uploads.followed_run import FollowedRun
+from capd.store.catalog.rows import CATALOG_NAME
+from capd.store.disk.layout import node_directory
+from capd.store.objects.address import parse_address
+from capd.store.objects.bucket import Bucket
+from capd.store.read.store import runs
+from capd.store.upload.node_upload import NodeUpload
+from capd.store.upload.published_node import AnotherWriter
+from capd.store.upload.sending.conditions import Conditions, probe
+from capd.store.upload.sending.halt import UploadStopped
+from capd.store.upload.sending.transfer import UploadTools
+
+__all__ = ["Uploads"]
+
+logger = logging.getLogger(__name__)
+
+_NICE = 19
+INTERVAL_S = 3.0
+_LOOK_S = 0.5
+_DRAIN_LOOK_S = 0.2
+# The object in hand may end within this time.
+_GRACE_S = 1.0
+# Failures that concern every run of the root alike.
+_OF_THE_STORE = ("unreachable", "refused", "missing", "full")
+
+
+class Uploads(threading.Thread):
+    """The uploads of a daemon. Any thread may ask for the figures, and ask it to stop."""
+
+    def __init__(self, root: Path, node: str, settings: DaemonSettings) -> None:
+        """Check the address and the credentials' settings. Nothing is asked before `begin`.
+
+        Raises:
+            CapdError: The extra `store` is not installed.
+            ConfigError: The address or the settings of its credentials are not valid.
+        """
+        super().__init__(name="capd-uploads", daemon=True)
+        assert settings.upload_to is not None  # noqa: S101 - the daemon asks before
+        self._root, self._node = root, node
+        self._recovery: threading.Thread | None = None
+        self._to = parse_address(settings.upload_to)
+        self._glob = settings.upload_runs
+        self.tools = UploadTools.make(settings.upload_threads, settings.upload_bandwidth)
+        self._above = Bucket(self._to)
+        self._conditions: Conditions | None = None
+        self._followed: dict[Path, FollowedRun] = {}
+        self._backoff = Backoff()
+        self._said = ""
+        # The failure that lasts, and of which run it is; "" of all.
+        self._problems: dict[str, str] = {}
+        self._is_draining = False
+
+    # For other threads
+
+    def begin(self, recovery: threading.Thread) -> None:
+        """Start the thread. It waits for the end of `recovery`: an unsealed run must be read first."""
+        self._recovery = recovery
+        self.start()
+
+    def stats(self) -> UploadStats:
+        """Return the figures of this moment."""
+        found = self.tools.figures.read()
+        problems = list(self._problems.values())
+        state: Literal["ok", "retrying", "failed"] = "ok"
+        if problems:
+            state = "failed" if self._is_hopeless else "retrying"
+        return UploadStats(
+            to=str(self._to),
+            state=state,
+            problem=problems[0] if problems else "",
+            note="" if self._conditions is None else self._conditions.problem,
+            objects=found.objects,
+            bytes=found.nbytes,
+            failures=found.failures,
+            backlog_bytes=found.backlog_nbytes,
+            oldest_s=found.oldest_s,
+        )
+
+    def drain(self, timeout_s: float) -> None:
+        """Go on until everything is uploaded, at most `timeout_s`. Call it when all runs are sealed."""
+        self._is_draining = True
+        if self.is_alive():
+            self.join(timeout_s)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the object in hand, begin no further one, and wait a moment for the end of the thread."""
+        self.tools.halt.ask(_GRACE_S)
+        if self.is_alive():
+            self.join(2 * _GRACE_S)
+
+    # The thread
+
+    def run(self) -> None:
+        """Upload until the daemon stops."""
+        with contextlib.suppress(OSError):
+            # On Linux this affects the calling thread and those that it starts.
+            os.nice(max(0, _NICE - os.nice(0)))
+        while self._recovery is not None and self._recovery.is_alive():
+            if self.tools.halt.wait(_LOOK_S):
+                return
+        logger.info("[upload] runs of this node that match %r go to %s", self._glob, self._to)
+        try:
+            while not self.tools.halt.is_asked:
+                began = time.monotonic()
+                was_draining = self._is_draining
+                more = self._look_at_all()
+                if was_draining and not more and not self._problems:
+                    return
+                self._pause(began, more=more)
+        except UploadStopped:
+            pass
+        finally:
+            for one in self._followed.values():
+                one.close()
+
+    def _pause(self, began: float, *, more: bool) -> None:
+        while not self.tools.halt.is_asked:
+            passed = time.monotonic() - began
+            if more or passed >= (_DRAIN_LOOK_S if self._is_draining else INTERVAL_S):
+                return
+            self.tools.halt.wait(_DRAIN_LOOK_S)
+
+    def _look_at_all(self) -> bool:
+        """Do a round of every run that is due. Return whether one has more to do at once."""
+        if not self._backoff.is_due and not self._is_draining:
+            return False
+        more = False
+        for followed in self._matching():
+            self.tools.halt.check()
+            if not followed.backoff.is_due and not self._is_draining:
+                continue
+            try:
+                more |= followed.round().more
+            except UploadStopped:
+                raise
+            except NotAStore:
+                # The run is being removed, or is gone.
+                followed.close()
+                self._problems.pop(followed.run.name, None)
+            except StoreBusy as error:
+                followed.backoff.failed()
+                self._say(followed, "busy", error)
+            except ObjectStoreError as error:
+                if not self._goes_on(followed, error):
+                    return False
+            except (CapdError, OSError) as error:
+                self._failed(followed, "other", error)
+            except Exception as error:
+                # Nothing that goes wrong here may reach the pipeline.
+                if followed.said != "bug":
+                    logger.exception("[upload] %s failed", followed.run)
+                followed.said = "bug"
+                self._failed(followed, "other", error, is_said=True)
+            else:
+                self._succeeded(followed)
+        return more
+
+    def _matching(self) -> list[FollowedRun]:
+        found = []
+        for run in runs(self._root):
+            has_part = (node_directory(run, self._node) / CATALOG_NAME).exists()
+            if has_part and fnmatchcase(run.stem, self._glob):
+                if run not in self._followed:
+                    self._followed[run] = FollowedRun(run, self._node, self._begin)
+                found.append(self._followed[run])
+        for run in self._followed.keys() - {one.run for one in found}:
+            self._followed.pop(run).close()
+            self.tools.figures.settled(f"{run.name}/{self._node}")
+            self._problems.pop(run.name, None)
+        return found
+
+    def _begin(self, run: Path) -> NodeUpload:
+        if self._conditions is None:
+            self._conditions = probe(self._above)
+            if self._conditions.problem:
+                logger.warning("[upload] %s: %s", self._to, self._conditions.problem)
+        return NodeUpload(run, self._node, self._to, self.tools, self._conditions)
+
+    # Failures
+
+    def _goes_on(self, followed: FollowedRun, error: ObjectStoreError) -> bool:
+        """Note a failure of the object store. Return whether other runs may fare better."""
+        is_of_run = isinstance(error, (AnotherWriter, FileNotFoundError)) or error.reason not in _OF_THE_STORE
+        if is_of_run:
+            self._failed(followed, error.reason, error, slowly=isinstance(error, AnotherWriter))
+            return True
+        self.tools.figures.failed(error.reason)
+        self._backoff.failed(slowly=error.reason in ("refused", "missing"))
+        self._problems[""] = str(error)
+        if self._said != error.reason:
+            self._said = error.reason
+            logger.warning("[upload] %s; capture goes on, and uploads are tried again", error)
+        return False
+
+    def _failed(
+        self,
+        followed: FollowedRun,
+        reason: str,
+        error: Exception,
+        *,
+        slowly: bool = False,
+        is_said: bool = False,
+    ) -> None:
+        self.tools.figures.failed(reason)
+        followed.backoff.failed(slowly=slowly)
+        followed.is_settled = False
+        self._problems[followed.run.name] = str(error)
+        if not is_said:
+            self._say(followed, f"{reason} {type(error).__name__}", error)
+
+    @staticmethod
+    def _say(followed: FollowedRun, what: str, error: Exception) -> None:
+        if followed.said != what:
+            followed.said = what
+            logger.warning("[upload] %s is not uploaded now: %s; capture goes on", followed.run, error)
+
+    def _succeeded(self, followed: FollowedRun) -> None:
+        if self._said or followed.said:
+            logger.info("[upload] uploads to %s go on", self._to)
+        self._said = followed.said = ""
+        self._backoff.succeeded()
+        followed.backoff.succeeded()
+        self._problems.pop("", None)
+        self._problems.pop(followed.run.name, None)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether a person has to do something, such as setting credentials."""
+        return self._said in ("refused", "missing") or any(
+            one.said.endswith(AnotherWriter.__name__) for one in list(self._followed.values())
+        )
