@@ -80,6 +80,8 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "statistics": "false", "idle_seal_s": "2.5", "shutdown_timeout_s": "9", "run_max": "3GB", "rank_max": "2GB",
         "series_max": "1GB", "quota_policy": "drop", "metrics": "127.0.0.1:9464",
         "metrics_token_file": "/t", "metrics_file": "/m.prom", "metrics_ranks": "true", "log_format": "json",
+        "upload_to": "s3://bucket/captures", "upload_runs": "exp*", "upload_threads": "3",
+        "upload_bandwidth": "10MB", "upload_delete_local": "after:2h", "upload_drain_s": "60",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
@@ -87,6 +89,8 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         idle_seal_s=2.5, shutdown_timeout_s=9, run_max=3 * 10**9, rank_max=2 * 10**9, series_max=10**9,
         quota_policy="drop", metrics="127.0.0.1:9464", metrics_token_file=Path("/t"),
         metrics_file=Path("/m.prom"), metrics_ranks=True, log_format="json",
+        upload_to="s3://bucket/captures", upload_runs="exp*", upload_threads=3, upload_bandwidth=10**7,
+        upload_delete_local="after:2h", upload_drain_s=60,
     )  # fmt: skip
     quota = {
         "run_max": "run_max",
@@ -94,11 +98,13 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "series_max": "series_max",
         "quota_policy": "policy",
     }
+    upload = {name: name.removeprefix("upload_") for name in values if name.startswith("upload_")}
     table = "\n".join(
-        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota)
+        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota, *upload)
     )
+    uploads = "\n".join(f'{key} = "{values[name]}"' for name, key in upload.items())
     limits = "\n".join(f'{key} = "{values[name]}"' for name, key in quota.items())
-    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n[quota]\n{limits}\n", "all.toml")
+    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n[quota]\n{limits}\n[upload]\n{uploads}\n", "all.toml")
 
     assert set(values) == set(DaemonSettings.model_fields)
     assert (
@@ -197,3 +203,35 @@ def test_a_wrong_retention_is_named_with_its_remedy(line: str, says: str, tmp_pa
         load_retention({}, file)
     assert str(refused.value).startswith(f"{file}: {says}")
     assert len(read_file(file)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('to = "s4://b/x"', "is no address of an object store"),
+        ('to = "s3://b/run.zarr"', "is the address of a run"),
+        ('delete_local = "at:0%"', "is none of never, after:TIME such as after:1h, and at:PERCENT"),
+        ('delete_local = "after:soon"', "is not an age"),
+        ('bandwidth = "12"', "greater than or equal to 1024"),
+        (
+            'where = "s3://b/x"',
+            "unknown key; known keys: to, runs, threads, bandwidth, delete_local, drain_s",
+        ),
+    ],
+)
+def test_a_wrong_key_of_uploads_names_its_place(text: str, said: str) -> None:
+    _, problems = read_file(write(f"[upload]\n{text}\n"))
+
+    assert len(problems) == 1
+    assert problems[0].startswith("capd.toml: [upload] ")
+    assert said in problems[0]
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://AKIA123:hidden-word@bucket/x", "s3://bucket/x?X-Amz-Signature=hidden-word"]
+)
+def test_keys_in_an_address_are_refused_and_never_repeated(address: str) -> None:
+    with pytest.raises(ConfigError, match="an address has no keys and no query") as raised:
+        load_daemon_settings({}, {"CAPD_UPLOAD_TO": address})
+
+    assert "hidden-word" not in str(raised.value)

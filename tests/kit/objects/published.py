@@ -80,7 +80,7 @@ def bodies_in(bucket: Bucket, run: str, node: str = "n0") -> dict[str, list[byte
 
 
 def assert_published(bucket: Bucket, run: str, local: Path, node: str = "n0") -> Manifest | None:
-    """All that the manifest names is there and correct: a part of the local run, whose records grow but never change."""
+    """All that the manifest names is there and correct: a part of the local run, whose records never change."""
     manifest = manifest_of(bucket, run, node)
     if manifest is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,10 @@ from tests.kit.store.writing import Writer, key
 
 
 @pytest.fixture
-def place(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def place(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, value in bucket.environment().items():
         monkeypatch.setenv(name, value)
-    yield bucket
+    return bucket
 
 
 def opened(run: Path, bucket: Bucket, node: str = "n0") -> NodeUpload:
