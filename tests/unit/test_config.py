@@ -209,7 +209,7 @@ def test_a_wrong_retention_is_named_with_its_remedy(line: str, says: str, tmp_pa
     ("text", "said"),
     [
         ('to = "s4://b/x"', "is no address of an object store"),
-        ('to = "s3://b/run.zarr"', "is the address of a run"),
+        ('to = "s3://bucket/run.zarr"', "is the address of a run"),
         ('delete_local = "at:0%"', "is none of never, after:TIME such as after:1h, and at:PERCENT"),
         ('delete_local = "after:soon"', "is not an age"),
         ('bandwidth = "12"', "greater than or equal to 1024"),
