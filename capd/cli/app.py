@@ -67,6 +67,7 @@ VERBS: dict[str, _Verb] = {
     "gc": _Verb("lifecycle.gc", "gc", "Free the trash, quarantines and leftovers of kills."),
     "cp": _Verb("copying.cp", "cp", "Copy a run, or a part of it, into a new run."),
     "merge": _Verb("copying.merge", "merge", "Merge runs into a new run."),
+    "upload": _Verb("upload.upload", "upload", "Upload runs to an object store, such as s3://bucket/prefix."),
     "verify": _Verb("store.verify", "verify", "Check a run for damage, and repair it."),
     "doctor": _Verb("daemon.doctor", "doctor", "Check this machine, the endpoint and every dtype."),
     "config": _Verb("daemon.config", "app", "Show the settings in effect and where each comes from."),

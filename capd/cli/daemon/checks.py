@@ -233,6 +233,39 @@ def _file_system(path: Path) -> str:
     return kind
 
 
+def check_upload(settings: DaemonSettings) -> Iterator[Diagnosis]:
+    """Check the object store of [upload]: whether it takes objects, what it enforces, and its lifecycle rule."""
+    if settings.upload_to is None:
+        return
+    from capd.store.objects.address import parse_address
+    from capd.store.objects.bucket import Bucket
+    from capd.store.upload.sending.conditions import probe
+    from capd.store.upload.sending.unfinished import aborts_unfinished
+
+    address = parse_address(settings.upload_to)
+    try:
+        conditions = probe(Bucket(address))
+    except CapdError as error:
+        # The error names the remedy: keys, the clock, the bucket, or the address of the server.
+        yield Diagnosis("upload", "fail", str(error), "correct it; uploads wait, captures do not")
+        return
+    detail = f"{address} takes objects, the keys and the clock are right"
+    if conditions.problem:
+        yield Diagnosis(
+            "upload", "warn", f"{detail}; {conditions.problem}", "use one node name for each daemon"
+        )
+    else:
+        yield Diagnosis("upload", "ok", f"{detail}, and conditional writes are enforced")
+    if aborts_unfinished(address) is False:
+        yield Diagnosis(
+            "upload rule",
+            "warn",
+            f"no lifecycle rule of {address.scheme}://{address.bucket} aborts unfinished uploads; a daemon aborts its "
+            "own at its next start",
+            "add a rule with AbortIncompleteMultipartUpload to the bucket, such as after 7 days",
+        )
+
+
 CHECKS: tuple[Callable[[DaemonSettings], Iterator[Diagnosis]], ...] = (
     check_versions,
     check_kernel,
@@ -242,4 +275,5 @@ CHECKS: tuple[Callable[[DaemonSettings], Iterator[Diagnosis]], ...] = (
     check_rank,
     check_store,
     check_quota,
+    check_upload,
 )

@@ -75,6 +75,8 @@ def _failure(address: Address, error: Exception) -> ObjectStoreError:
         "ConditionalRequestConflict",
     ):
         return ObjectStoreError(f"{address}: another writer changed it", reason="conflict")
+    if isinstance(error, NotImplementedError):
+        return ObjectStoreError(f"{address}: {_SAID['NotImplemented'][1]}", reason="other")
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         return ObjectStoreError(f"{address}: {_SAID['AccessDenied'][1]}", reason="refused")
     if isinstance(error, (ValueError, TypeError)):

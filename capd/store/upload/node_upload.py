@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from capd.errors import CapdError, ObjectStoreError
+from capd.errors import CapdError, ObjectStoreError, StoreError
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import node_directory
@@ -89,6 +89,7 @@ class NodeUpload:
 
         Raises:
             StoreBusy: Another process uploads it.
+            StoreError: There is no such part.
             CapdError: The extra `store` is not installed.
             OSError: The directory of the node cannot be used.
         """
@@ -111,6 +112,10 @@ class NodeUpload:
         # What the last round saw; None if the next one must look at everything.
         self._seen: Versions | None = None
         self._is_complete = False
+        if not (self._directory / CATALOG_NAME).exists():
+            raise StoreError(
+                f"{run} has no catalog of node {node}; start `capd serve` on the store to rebuild it"
+            )
         self._claim = UploadClaim(self._directory)
 
     def __enter__(self) -> NodeUpload:
@@ -181,7 +186,9 @@ class NodeUpload:
         if self._state is None or self._state.to != str(self.address):
             self._state = fresh_state(str(self.address))
         with catalog_snapshot(self._directory) as snapshot:
-            remote = read_remote(self._bucket, self.node, self._state, snapshot.sessions, snapshot.series)
+            remote = read_remote(
+                self.run, self._bucket, self.node, self._state, snapshot.sessions, snapshot.series
+            )
             plan = self._plan(snapshot, remote, None)
         shards = [shard for series in plan.series for shard in series.shards]
         return len(shards), sum(shard.version.nbytes for shard in shards)
@@ -207,7 +214,9 @@ class NodeUpload:
             self.conditions = probe(self._above)
             if self.conditions.problem:
                 logger.warning("[upload] %s: %s", self._above.address, self.conditions.problem)
-        remote = read_remote(self._bucket, self.node, self._state, snapshot.sessions, snapshot.series)
+        remote = read_remote(
+            self.run, self._bucket, self.node, self._state, snapshot.sessions, snapshot.series
+        )
         self._doubtful = {head.key for head in self._bucket.listing()}
         self._abort_unfinished(snapshot)
         written_s = 0.0 if remote.manifest is None else remote.manifest.written_ns / 1e9

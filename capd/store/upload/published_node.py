@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from capd.errors import ObjectStoreError, StoreError
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.disk.failpoints import failpoint
+from capd.store.disk.layout import shard_path
 from capd.store.disk.run_document import write_durably
 from capd.store.documents.remote_state import (
     REMOTE_STATE_NAME,
@@ -28,6 +30,7 @@ from capd.store.segments.manifest import (
     node_prefix,
 )
 from capd.store.segments.series_table import SeriesEntry, read_series_table
+from capd.store.upload.local_files import OpenShard
 
 __all__ = [
     "AnotherWriter",
@@ -42,6 +45,8 @@ __all__ = [
 
 class AnotherWriter(ObjectStoreError):
     """Another daemon or another store writes this node's prefix. Names the remedy."""
+
+    exit_code: ClassVar[int] = 7
 
     def __init__(self, bucket: Bucket, node: str, why: str) -> None:
         super().__init__(
@@ -121,6 +126,7 @@ def save_state(directory: Path, state: RemoteState) -> None:
 
 
 def read_remote(
+    run: Path,
     bucket: Bucket,
     node: str,
     state: RemoteState,
@@ -130,6 +136,7 @@ def read_remote(
     """Return what the object store has of a node.
 
     Args:
+        run: The directory of the run.
         bucket: The place of the run.
         node: The name of the node.
         state: The local state.
@@ -153,7 +160,7 @@ def read_remote(
             raise ObjectStoreError(f"{bucket.address / prefix / manifest.series.name} fails its checksum")
         entries, footers = read_series_table(table, bucket.address / prefix / manifest.series.name)
         found = PublishedNode(manifest, etag, {one.row.header.path: one for one in entries}, footers)
-        _check_writer(bucket, node, state, found, sessions, {row.header.path: row for row in rows})
+        _check_writer(run, bucket, node, state, found, sessions, {row.header.path: row for row in rows})
     _, objects = bucket.names(f"{prefix}/")
     names = {one.key.rpartition("/")[2] for one in objects}
     if found.manifest is not None:
@@ -171,6 +178,7 @@ def generation_of(name: str) -> int:
 
 
 def _check_writer(
+    run: Path,
     bucket: Bucket,
     node: str,
     state: RemoteState,
@@ -188,5 +196,21 @@ def _check_writer(
     if not {one.client for one in manifest.sessions} <= {one.client for one in sessions}:
         raise AnotherWriter(bucket, node, "it has sessions that this store does not know")
     for path, entry in found.entries.items():
-        if path not in rows or rows[path].records < entry.row.records:
+        is_known = path in rows and rows[path].records >= entry.row.records
+        # Imported runs have no sessions that tell whose they are.
+        if not is_known or not (manifest.sessions or _is_same(run, entry)):
             raise AnotherWriter(bucket, node, f"it has records of {path} that this store does not know")
+
+
+def _is_same(run: Path, entry: SeriesEntry) -> bool:
+    """Return whether the uploaded shards of a series are the local ones, by their sizes and the first checksum."""
+    for shard in entry.shards:
+        try:
+            with OpenShard(shard_path(run, entry.row.header, shard.shard)) as file:
+                if file.version.nbytes != shard.nbytes:
+                    return False
+                if shard is entry.shards[0] and file.crc32c() != shard.crc32c:
+                    return False
+        except OSError:
+            return False
+    return True

@@ -13,6 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from capd.errors import ConfigError, ObjectStoreError
 from capd.store.objects.address import Address
@@ -97,7 +98,8 @@ class S3Requests:
         finally:
             connection.close()
         if answer.status >= 300:
-            raise ObjectStoreError(f"{self.endpoint} answers {method} with {answer.status}", reason="other")
+            reason = "missing" if answer.status == HTTPStatus.NOT_FOUND else "other"
+            raise ObjectStoreError(f"{self.endpoint} answers {method} with {answer.status}", reason=reason)
         return body
 
     def _signed(self, method: str, host: str, path: str, pairs: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from capd.store.disk.failpoints import failpoint
 from capd.store.objects.address import Address
 from capd.store.upload.sending.signed_request import S3Requests
 
-__all__ = ["abort_unfinished"]
+__all__ = ["abort_unfinished", "aborts_unfinished"]
 
 _MAX_PAGES = 100
 
@@ -50,6 +50,18 @@ def abort_unfinished(run: Address, owns: Callable[[str], bool], before_s: float)
             break
         marker = page.findtext("{*}NextKeyMarker") or "", page.findtext("{*}NextUploadIdMarker") or ""
     return aborted
+
+
+def aborts_unfinished(address: Address) -> bool | None:
+    """Return whether a lifecycle rule of the bucket aborts unfinished uploads; None if nobody can tell."""
+    requests = S3Requests.to(address)
+    if requests is None:
+        return None
+    try:
+        return b"AbortIncompleteMultipartUpload" in requests.ask("GET", "", [("lifecycle", "")])
+    except ObjectStoreError as error:
+        # 404: there is no rule at all.
+        return False if error.reason == "missing" else None
 
 
 def _parsed(payload: bytes, run: Address) -> ET.Element:

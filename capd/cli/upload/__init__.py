@@ -1,0 +1,1 @@
+"""The verb that uploads runs to an object store."""
