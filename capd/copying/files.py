@@ -10,6 +10,7 @@ from pathlib import Path
 from capd.errors import StoreError
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import copy_range, link, make_directory, opened, rename, sync_paths, unlink
+from capd.store.documents.remote_state import REMOTE_STATE_NAME
 
 __all__ = ["Progress", "copy_file", "copy_tree", "files_of", "link_file"]
 
@@ -34,8 +35,14 @@ def files_of(run: Path) -> Iterator[Path]:
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 raise StoreError(f"{here / name} is not a regular file or directory; a run has none of these")
         for name in sorted(files):
-            if not name.endswith((*_LEFT_OUT, _TEMPORARY)):
-                yield (here / name).relative_to(run)
+            path = (here / name).relative_to(run)
+            if not name.endswith((*_LEFT_OUT, _TEMPORARY)) and not _is_of_upload(path):
+                yield path
+
+
+def _is_of_upload(path: Path) -> bool:
+    """Return whether a file tells where the run is uploaded to: a copy goes elsewhere."""
+    return path.parts[:1] == (".capd",) and path.parts[2:3] in (("upload",), (REMOTE_STATE_NAME,))
 
 
 def copy_tree(source: Path, target: Path, progress: Progress) -> None:

@@ -16,8 +16,8 @@ from tests.kit.objects.proxy import FaultProxy
 from tests.kit.objects.published import assert_same_files, manifest_of
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import SECRET_KEY
+from tests.kit.objects.uploading import PREFIX, filled_run, serve, upload_of, uploaded_all
 from tests.kit.store.cli import run_capd
-from tests.kit.uploading import PREFIX, filled_run, serve, upload_of, uploaded_all
 
 
 def test_a_run_goes_up_once_and_a_second_time_nothing(tmp_path: Path, bucket: Bucket) -> None:
@@ -31,6 +31,18 @@ def test_a_run_goes_up_once_and_a_second_time_nothing(tmp_path: Path, bucket: Bu
     [found] = json.loads(second.out)
     assert (found["objects"], found["bytes"], found["complete"], found["written"]) == (0, 0, True, True)
     assert_same_files(bucket, f"{PREFIX}/run.zarr", run)
+
+
+def test_a_copy_of_an_uploaded_run_is_not_uploaded_itself(tmp_path: Path, bucket: Bucket) -> None:
+    run = filled_run(tmp_path).run
+    assert run_capd("upload", run, bucket.url(PREFIX), **bucket.environment()).code == 0
+    assert run_capd("cp", run, tmp_path / "copy.zarr").code == 0
+
+    assert list(run.glob(".capd/node=n/remote.json"))
+    assert list(run.glob(".capd/node=n/upload/*"))
+    assert sorted(path.name for path in (tmp_path / "copy.zarr" / ".capd" / "node=n").iterdir()) == [
+        "catalog.sqlite",
+    ]
 
 
 def test_a_directory_of_runs_goes_up_to_the_address_of_the_settings(tmp_path: Path, bucket: Bucket) -> None:

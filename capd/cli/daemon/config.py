@@ -34,6 +34,8 @@ _UNSET = {
     "collect": "no",
     "collect_dir": "none",
     "plan": "no",
+    "upload_to": "nowhere",
+    "upload_bandwidth": "no limit",
 }
 """The meaning of settings that were not given. capd picks the values of all other settings by itself."""
 

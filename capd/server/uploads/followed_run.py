@@ -26,8 +26,6 @@ class FollowedRun:
         self.backoff = Backoff()
         # The failure that the log has named.
         self.said = ""
-        # Whether everything that it has is uploaded.
-        self.is_settled = False
         self._begin = begin
         self._upload: NodeUpload | None = None
         self._seen: object = None
@@ -37,10 +35,8 @@ class FollowedRun:
         if self._upload is None:
             if self._seen is not None and self._seen == versions_of(self.run, self.node):
                 return RoundResult(is_complete=True)
-            self.is_settled = False
             self._upload = self._begin(self.run)
         result = self._upload.round()
-        self.is_settled = not result.more
         if self._upload.is_done:
             self._seen = self._upload.seen
             self.close()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _NICE = 19
 INTERVAL_S = 3.0
 _LOOK_S = 0.5
-_DRAIN_LOOK_S = 0.2
+_DRAIN_LOOK_S = 0.5
 # The object in hand may end within this time.
 _GRACE_S = 1.0
 # Failures that concern every run of the root alike.
@@ -70,7 +70,7 @@ class Uploads(threading.Thread):
         self._said = ""
         # The failure that lasts, and of which run it is; "" of all.
         self._problems: dict[str, str] = {}
-        self._is_draining = False
+        self._is_draining = self._has_failed = False
 
     # For other threads
 
@@ -126,7 +126,7 @@ class Uploads(threading.Thread):
             while not self.tools.halt.is_asked:
                 began = time.monotonic()
                 was_draining = self._is_draining
-                more = self._look_at_all()
+                more = self._look_once()
                 if was_draining and not more and not self._problems:
                     return
                 self._pause(began, more=more)
@@ -142,6 +142,21 @@ class Uploads(threading.Thread):
             if more or passed >= (_DRAIN_LOOK_S if self._is_draining else INTERVAL_S):
                 return
             self.tools.halt.wait(_DRAIN_LOOK_S)
+
+    def _look_once(self) -> bool:
+        try:
+            return self._look_at_all()
+        except UploadStopped:
+            raise
+        except (CapdError, OSError) as error:
+            # A run may vanish while the root is listed.
+            logger.debug("[upload] %s cannot be listed now: %s", self._root, error)
+        except Exception:
+            # This is the outermost loop of the thread, and nothing that goes wrong here may reach the pipeline.
+            if not self._has_failed:
+                logger.exception("[upload] failed; further failures of this kind are not logged")
+            self._has_failed = True
+        return False
 
     def _look_at_all(self) -> bool:
         """Do a round of every run that is due. Return whether one has more to do at once."""
@@ -169,7 +184,6 @@ class Uploads(threading.Thread):
             except (CapdError, OSError) as error:
                 self._failed(followed, "other", error)
             except Exception as error:
-                # Nothing that goes wrong here may reach the pipeline.
                 if followed.said != "bug":
                     logger.exception("[upload] %s failed", followed.run)
                 followed.said = "bug"
@@ -226,7 +240,6 @@ class Uploads(threading.Thread):
     ) -> None:
         self.tools.figures.failed(reason)
         followed.backoff.failed(slowly=slowly)
-        followed.is_settled = False
         self._problems[followed.run.name] = str(error)
         if not is_said:
             self._say(followed, f"{reason} {type(error).__name__}", error)

@@ -247,7 +247,9 @@ class NodeUpload:
     def _write_records(
         self, plan: RoundPlan, snapshot: CatalogSnapshot, remote: PublishedNode
     ) -> WrittenRecords:
-        segments = plan_segments(remote.records, plan.known, plan.rows, is_complete=plan.is_complete)
+        segments = plan_segments(
+            remote.records, remote.footers, plan.known, plan.rows, is_complete=plan.is_complete
+        )
         return write_records(
             segments, snapshot, plan.known, remote.footers, plan.rows, self._directory, remote.generation + 1,
             self.tools.halt,

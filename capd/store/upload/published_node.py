@@ -42,6 +42,9 @@ __all__ = [
     "save_state",
 ]
 
+# A bucket may be anybody's. A million series take a tenth of it.
+_MAX_TABLE_NBYTES = 1 << 30
+
 
 class AnotherWriter(ObjectStoreError):
     """Another daemon or another store writes this node's prefix. Names the remedy."""
@@ -155,7 +158,9 @@ def read_remote(
     else:
         place = bucket.address / prefix / MANIFEST_NAME
         manifest = decode_manifest(payload, place)
-        table = bucket.get(f"{prefix}/{manifest.series.name}", at_most=manifest.series.nbytes)
+        table = bucket.get(
+            f"{prefix}/{manifest.series.name}", at_most=min(manifest.series.nbytes, _MAX_TABLE_NBYTES)
+        )
         if crc32c(table) != manifest.series.crc32c:
             raise ObjectStoreError(f"{bucket.address / prefix / manifest.series.name} fails its checksum")
         entries, footers = read_series_table(table, bucket.address / prefix / manifest.series.name)

@@ -6,7 +6,7 @@ row is written a few times at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +56,7 @@ class WrittenRecords:
 
 def plan_segments(
     held: Sequence[Segment],
+    footers: Container[int],
     before: Mapping[str, SeriesEntry],
     rows: Sequence[SeriesRow],
     *,
@@ -65,6 +66,7 @@ def plan_segments(
 
     Args:
         held: The segments of the last manifest.
+        footers: The segments whose footers are known. Without one of them, everything is written again.
         before: The entries of the last series segment, by path, for series that still are the same.
         rows: The local series. Their sealed records go up.
         is_complete: Whether everything becomes one segment.
@@ -73,7 +75,7 @@ def plan_segments(
     for row in rows:
         entry = before.get(row.header.path)
         new += row.sealed - (entry.row.records if entry else 0)
-    kept = list(held)
+    kept = list(held) if all(generation_of(one.name) in footers for one in held) else []
     if new or (is_complete and len(kept) > 1):
         size = new
         while kept and (is_complete or len(kept) >= MAX_SEGMENTS or kept[-1].rows < _RATIO * size):

@@ -18,7 +18,7 @@ from tests.kit.objects.published import assert_published, assert_same_files, ass
 from tests.kit.objects.server import S3Server
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import SECRET_KEY
-from tests.kit.uploading import PREFIX, filled_run, serve, upload_of, uploaded_all
+from tests.kit.objects.uploading import PREFIX, filled_run, serve, upload_of, uploaded_all
 
 RUN = f"{PREFIX}/run.zarr"
 

@@ -18,9 +18,9 @@ from tests.kit.objects.proxy import FaultProxy
 from tests.kit.objects.published import assert_published, assert_same_files, manifest_of, series_in
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import signed_request
+from tests.kit.objects.uploading import PREFIX, serve, uploaded_all
 from tests.kit.store.writing import Writer, key
 from tests.kit.tiers import rows
-from tests.kit.uploading import PREFIX, serve, uploaded_all
 
 RUN = f"{PREFIX}/run.zarr"
 POINTS = [name for name in NAMES if name.startswith("upload.")]
