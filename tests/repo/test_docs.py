@@ -268,8 +268,12 @@ def missing_tests(file: str, tests: str) -> list[str]:
 def test_every_setting_has_one_row() -> None:
     before, rules = page("configuration").split("### Rules\n")
     rules, behind = rules.split("### Policy block\n")
-    of_rules = row_names(rules)
-    rows = row_names(before + behind)
+    behind, uploads = behind.split("## Uploads\n")
+    uploads, quotas = uploads.split("## Quotas\n")
+    of_rules, of_uploads = row_names(rules), row_names(uploads)
+    rows = row_names(before + behind + quotas)
+
+    assert sorted(of_uploads) == sorted(set(of_uploads))
 
     assert [field for field in RuleSettings.__struct_fields__ if field not in of_rules] == []
     assert len(rows) > 30
