@@ -40,7 +40,3 @@ class Backoff:
     def succeeded(self) -> None:
         """Forget the failures."""
         self._failures, self._next = 0, 0.0
-
-    def hurry(self) -> None:
-        """Try at once, for instance before the end of the daemon."""
-        self._next = 0.0

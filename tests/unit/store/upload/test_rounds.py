@@ -10,6 +10,8 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
+import zarr
+from zarr.storage import ObjectStore
 
 from capd.errors import StoreBusy, StoreError
 from capd.store.disk.layout import series_on_disk
@@ -18,6 +20,8 @@ from capd.store.objects.bucket import Bucket as ObjectBucket
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.plan import shard_key
 from capd.store.upload.record_segments import MAX_SEGMENTS
+from capd.store.upload.sending.halt import Halt
+from capd.store.upload.sending.pace import Bandwidth
 from capd.store.upload.sending.transfer import UploadTools
 from capd.store.upload.verify_remote import verify_remote
 from tests.kit.objects.proxy import FaultProxy
@@ -136,6 +140,35 @@ def test_totals_of_a_part_count_only_what_is_sealed(tmp_path: Path, place: Bucke
     assert assert_zarr_reads_it(place, "captures/run.zarr", writer.run) == 2
 
 
+def test_a_long_series_has_its_moments_array(tmp_path: Path, place: Bucket) -> None:
+    writer = Writer(tmp_path)
+    for step in range(10_500):
+        writer.put(key("input"), "float32", np.full((4,), step, "<f4"), iteration=step)
+    writer.close()
+    with opened(writer.run, place) as upload:
+        upload.round()
+    writer = Writer(tmp_path)
+    writer.sequence = 20_000
+    writer.put(key("input"), "float32", np.full((4,), -1, "<f4"), iteration=20_000)
+    writer.close()
+    with opened(writer.run, place) as upload:
+        upload.round()
+
+    assert_published(place, "captures/run.zarr", writer.run)
+    assert_same_files(place, "captures/run.zarr", writer.run)
+    [entry], _ = series_in(place, "captures/run.zarr")
+    names = [one.name for one in entry.documents]
+    assert names == [
+        *(f"moments/c/{at}/0" for at in range(3)),
+        "moments/zarr.json",
+        "zarr.json",
+        "data/zarr.json",
+    ]
+    assert entry.row.records == 10_501
+    group = zarr.open_group(ObjectStore(place.store("captures/run.zarr"), read_only=True), mode="r")
+    assert group[f"{entry.row.header.path}/moments"].shape[0] == 10_501
+
+
 def test_a_removed_series_leaves_the_manifest_and_a_tag_arrives(tmp_path: Path, place: Bucket) -> None:
     run = small_run(tmp_path, "run")
     with opened(run, place, "node0") as upload:
@@ -194,19 +227,34 @@ def test_superseded_segments_stay_for_ten_minutes(
     assert {name.rpartition("/")[2] for name in place.keys("captures/run.zarr/.capd")} == named
 
 
+class CountedBandwidth(Bandwidth):
+    """A limit that remembers what passed it."""
+
+    taken = largest = 0
+
+    def take(self, nbytes: int, halt: Halt) -> None:
+        """Count the bytes, too."""
+        self.taken += nbytes
+        self.largest = max(self.largest, nbytes)
+        super().take(nbytes, halt)
+
+
 def test_a_large_shard_goes_up_in_parts_within_bandwidth_and_memory(tmp_path: Path, place: Bucket) -> None:
     writer = Writer(tmp_path, codec="none")
     values = np.random.default_rng(0).standard_normal((3000, 3000)).astype("<f4")
     for step in range(2):
         writer.put(key("input"), "float32", values + step, iteration=step)
     writer.close()
-    tools = UploadTools.make(bytes_per_s=40e6)
+    tools = UploadTools.make(bytes_per_s=200e6)
+    tools.bandwidth = counted = CountedBandwidth(200e6)
     with NodeUpload(writer.run, "n0", parse_address(place.url("captures")), tools) as upload:
-        began = time.monotonic()
-        upload.round()
-        took_s = time.monotonic() - began
+        result = upload.round()
 
-    assert took_s > 72e6 / 40e6 - 0.5
+    shard = max(path.stat().st_size for path in writer.run.rglob("*") if path.is_file())
+    assert shard > 72_000_000
+    # The first manifest, segments and documents, too.
+    assert counted.taken == result.nbytes > shard
+    assert counted.largest <= 1 << 20
     assert_same_files(place, "captures/run.zarr", writer.run)
     [entry], _ = series_in(place, "captures/run.zarr")
     bucket = ObjectBucket(parse_address(place.url("captures/run.zarr")))
