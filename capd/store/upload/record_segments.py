@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from capd.store.catalog.rows import SeriesRow, head_of
-from capd.store.disk.files import make_directory, unlink
+from capd.store.disk.files import make_directory, new_file, unlink
 from capd.store.segments.manifest import Segment, segment_name
 from capd.store.segments.record_table import SegmentWriter
 from capd.store.segments.series_table import Part, SeriesEntry
@@ -127,6 +127,8 @@ def write_records(
     file = directory / "upload" / "records.tmp"
     make_directory(file.parent)
     unlink(file, missing_ok=True)
+    # Parquet's writer would create it with the mode of the umask.
+    new_file(file, [])
     with SegmentWriter(file) as writer:
         for row in rows:
             halt.check()
