@@ -18,7 +18,8 @@ from capd.store.upload.sending.pace import Bandwidth, TransferMemory
 
 __all__ = ["MEMORY_NBYTES", "Transfer", "UploadTools"]
 
-MEMORY_NBYTES = 128 << 20
+# With what Python and the client hold besides, a daemon grows by about 128 MiB.
+MEMORY_NBYTES = 96 << 20
 _PIECE_NBYTES = 1 << 20
 # An upload in parts keeps two under way and collects the next one.
 _PARTS_HELD = 3
