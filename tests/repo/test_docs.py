@@ -268,7 +268,7 @@ def missing_tests(file: str, tests: str) -> list[str]:
 def test_every_setting_has_one_row() -> None:
     before, rules = page("configuration").split("### Rules\n")
     rules, behind = rules.split("### Policy block\n")
-    behind, uploads = behind.split("## Uploads\n")
+    behind, uploads = behind.split("## Upload\n")
     uploads, quotas = uploads.split("## Quotas\n")
     of_rules, of_uploads = row_names(rules), row_names(uploads)
     rows = row_names(before + behind + quotas)
