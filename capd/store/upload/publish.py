@@ -26,7 +26,8 @@ from capd.store.segments.manifest import (
     node_prefix,
     segment_name,
 )
-from capd.store.segments.series_table import SeriesEntry, write_series_table
+from capd.store.segments.record_table import iterations_of
+from capd.store.segments.series_table import SeriesEntry, quant_types_of, write_series_table
 from capd.store.upload.local_files import OpenShard
 from capd.store.upload.published_node import AnotherWriter, PublishedNode, save_state
 from capd.store.upload.record_segments import WrittenRecords
@@ -115,6 +116,7 @@ def _put_series(what: Publication, bucket: Bucket, conditions: Conditions, trans
 def _manifest(what: Publication, state: RemoteState, series: Segment) -> Manifest:
     objects = [*(shard.nbytes for entry in what.entries for shard in entry.shards),
                *(one.nbytes for entry in what.entries for one in entry.documents)]  # fmt: skip
+    span = iterations_of(what.records.footers.values())
     return Manifest(
         capd=__version__,
         run_id=str(what.attributes.get("run_id", what.run.stem)),
@@ -129,6 +131,9 @@ def _manifest(what: Publication, state: RemoteState, series: Segment) -> Manifes
         sessions=what.sessions,
         raw_bytes=sum(entry.row.raw_bytes for entry in what.entries),
         stored_bytes=sum(entry.row.stored_bytes for entry in what.entries),
+        first_iteration=None if span is None else span[0],
+        last_iteration=None if span is None else span[1],
+        quant_types=quant_types_of(what.entries),
         objects=len(objects) + what.groups,
         object_bytes=sum(objects),
     )
