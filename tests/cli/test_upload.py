@@ -33,6 +33,17 @@ def test_a_run_goes_up_once_and_a_second_time_nothing(tmp_path: Path, bucket: Bu
     assert_same_files(bucket, f"{PREFIX}/run.zarr", run)
 
 
+def test_what_went_up_reads_as_the_local_run_and_is_sound(tmp_path: Path, bucket: Bucket) -> None:
+    run, there = filled_run(tmp_path).run, bucket.url(f"{PREFIX}/run.zarr")
+    assert run_capd("upload", run, bucket.url(PREFIX), **bucket.environment()).code == 0
+    verified = run_capd("verify", there, **bucket.environment())
+
+    assert verified.code == 0, verified.out + verified.err
+    listed = [run_capd("ls", place, "--json", **bucket.environment()).json for place in (run, there)]
+    assert listed[0] == listed[1]
+    assert len(listed[0]) == 4
+
+
 def test_a_copy_of_an_uploaded_run_is_not_uploaded_itself(tmp_path: Path, bucket: Bucket) -> None:
     run = filled_run(tmp_path).run
     assert run_capd("upload", run, bucket.url(PREFIX), **bucket.environment()).code == 0
