@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,12 @@ class Daemon:
 
 @contextlib.contextmanager
 def daemon(
-    directory: Path | None, *, arena_nbytes: int, policy: str = "drop", options: Sequence[str] = ()
+    directory: Path | None,
+    *,
+    arena_nbytes: int,
+    policy: str = "drop",
+    options: Sequence[str] = (),
+    prepare: Callable[[Path], None] = lambda store: None,
 ) -> Iterator[Daemon]:
     """Start a daemon on a temporary store below `directory` and point this process's capd client at it.
 
@@ -65,9 +70,11 @@ def daemon(
 
     Args:
         options: Options of `capd serve`.
+        prepare: Is called with the directory of the store before the daemon starts.
     """
     root = Path(tempfile.mkdtemp(prefix="capd-benchmark-", dir=directory))
     socket_path = root / "capd.sock"
+    prepare(root / "store")
     log = (root / "daemon.log").open("w")
     command = [sys.executable, "-m", "capd", "serve", "--store", str(root / "store")]
     command += ["--endpoint", f"unix:{socket_path}", *options]
@@ -80,7 +87,7 @@ def daemon(
             CAPD_ENDPOINT=running.endpoint, CAPD_POLICY=policy, CAPD_ARENA_BYTES=str(arena_nbytes)
         )
         yield running
-        running.cpu_s = _cpu_s(process.pid)
+        running.cpu_s = cpu_s(process.pid)
         sampler.send_signal(signal.SIGINT)
         running.peak_anonymous_mib = int(sampler.communicate(timeout=STOP_TIMEOUT_S)[0]) / 1024
     finally:
@@ -102,7 +109,8 @@ def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
     raise SystemExit(f"the daemon did not start:\n{log.read_text()}")
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.objects.service import S3Service
 from tests.kit.paths import REPOSITORY
 
 
@@ -40,3 +41,26 @@ def test_scrapes_beside_captured_steps_are_counted(tmp_path: Path) -> None:
     assert found["scraper"]["scrapes"] >= 1
     assert found["counters"]["offered"] == found["counters"]["committed"] > 0
     assert "bound 1.01" in done.stdout
+
+
+@pytest.mark.fault
+def test_steps_beside_an_upload_are_measured_and_counted(tmp_path: Path, s3_server: S3Service) -> None:
+    result = tmp_path / "result.json"
+    command = [
+        sys.executable,
+        "benchmarks/upload.py",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--backlog-mib",
+        "128",
+    ]
+    command += ["--json", str(result)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert list(found["wall_s"]) == ["alone", "uploading"]
+    assert found["rate"]["mb"] > 100
+    assert found["counters"]["offered"] == found["counters"]["committed"] > 0
+    assert "bound 1.02" in done.stdout
