@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.store.format.frames import Number, StatsRow
 from capd.store.format.statistics import Stats, public
 
-__all__ = ["RatioSpread", "StatsSum", "exact", "quotient", "rounded", "weighted"]
+__all__ = ["RatioSpread", "ShortSum", "StatsSum", "exact", "quotient", "rounded", "weighted"]
 
 # The number of mantissa bits of a float64.
 _DIGITS = 53
@@ -84,6 +84,47 @@ def quotient(a: float, b: float) -> float | None:
 
 
 @dataclass(slots=True)
+class ShortSum:
+    """A sum of float64 without rounding, in as few bits as its terms need: some 150 bytes.
+
+    Inf and NaN are added as such. `add` and `extend` are exactly associative and commutative.
+
+    Attributes:
+        mantissa, exponent: The sum of the finite terms is mantissa * 2**exponent. The mantissa is odd, or both are 0.
+        special: The sum of the other terms.
+    """
+
+    mantissa: int = 0
+    exponent: int = 0
+    special: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        if not math.isfinite(value):
+            self.special += value
+            return
+        share, exponent = math.frexp(value)
+        self._add(int(math.ldexp(share, _DIGITS)), exponent - _DIGITS)
+
+    def extend(self, other: ShortSum) -> None:
+        """Add the terms of another sum."""
+        self.special += other.special
+        self._add(other.mantissa, other.exponent)
+
+    def _add(self, mantissa: int, exponent: int) -> None:
+        least = min(self.exponent, exponent)
+        total = (self.mantissa << self.exponent - least) + (mantissa << exponent - least)
+        zeros = (total & -total).bit_length() - 1 if total else 0
+        self.mantissa, self.exponent = total >> zeros, least + zeros if total else 0
+
+    @property
+    def value(self) -> float:
+        """The sum as the nearest float64, Inf beyond its range."""
+        up, down = max(0, self.exponent), max(0, -self.exponent)
+        return (quotient(self.mantissa << up, 1 << down) or 0.0) + self.special
+
+
+@dataclass(slots=True)
 class RatioSpread:
     """The spread of a ratio of two sums, Σb / Σa, over records: sums of the squares and products of a and b.
 
@@ -130,13 +171,22 @@ class StatsSum:
     and sums are rounded once, when they are read. It takes some 2 KiB.
     """
 
+    _count: int
+    _nan: int
+    _inf: int
+    _zero: int
+    _min: Optional[Number]
+    _max: Optional[Number]
+    _absmax: Optional[Number]
+    _sum: _Sum
+    _sum_sq: _Sum
+    _exponents: Counter[int]
+
     def __init__(self) -> None:
         self._count = self._nan = self._inf = self._zero = 0
-        self._min: Optional[Number] = None
-        self._max: Optional[Number] = None
-        self._absmax: Optional[Number] = None
+        self._min = self._max = self._absmax = None
         self._sum, self._sum_sq = _Sum(), _Sum()
-        self._exponents: Counter[int] = Counter()
+        self._exponents = Counter()
 
     def add(self, stats: Stats) -> None:
         """Add the statistics of one record, or of several."""
@@ -175,6 +225,9 @@ class StatsSum:
 
 class _Sum:
     """A sum of float64. Inf, NaN and terms beyond the range of float64 are added as such."""
+
+    _units: int
+    _special: float
 
     def __init__(self) -> None:
         self._units, self._special = 0, 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
 from capd.analyze.block_ranges import BlockRanges
@@ -52,10 +52,20 @@ class Tally:
         raw_bytes: The kept bytes of the records.
         distribution: The elements of the records that were read, None if none was read.
         errors: The errors of each format, by its label.
-        channels: The channels, for each of at most four numbers of channels.
+        channels: The channels, for each of the four smallest numbers of channels. So they are the same in whatever
+            order records were added.
         other_channels: The number of records with further numbers of channels.
         ranges: The ranges of blocks, by the block's size (`capd.analyze.block_ranges`).
     """
+
+    records: int
+    raw_bytes: int
+    distribution: Distribution | None
+    errors: dict[str, Errors]
+    channels: dict[int, Channels]
+    other_channels: int
+    ranges: dict[str, BlockRanges]
+    _sum: StatsSum
 
     def __init__(
         self,
@@ -71,10 +81,10 @@ class Tally:
         self._sum, self._stats = StatsSum(), stats
         if stats is not None:
             self._sum.add(stats)
-        self.errors: dict[str, Errors] = dict(errors or {})
-        self.channels: dict[int, Channels] = {} if channels is None else {channels.channels: channels}
+        self.errors = dict(errors or {})
+        self.channels = {} if channels is None else {channels.channels: channels}
         self.other_channels = 0
-        self.ranges: dict[str, BlockRanges] = dict(ranges or {})
+        self.ranges = dict(ranges or {})
 
     @property
     def stats(self) -> Stats:
@@ -116,34 +126,29 @@ class Tally:
         for number, channels in other.channels.items():
             if number in self.channels:
                 self.channels[number].add(channels)
-            elif len(self.channels) < _MOST_WIDTHS:
-                self.channels[number] = replace(channels)
             else:
-                self.other_channels += channels.records
+                self.channels[number] = replace(channels)
+        for number in sorted(self.channels)[_MOST_WIDTHS:]:
+            self.other_channels += self.channels.pop(number).records
 
 
+@dataclass(slots=True)
 class Groups:
     """Tallies by one field or by several.
 
     Attributes:
         groupings: The fields of each grouping, and whether it keeps distributions.
+        channels: The groupings that keep channels, if channels are requested.
+        coarse: The groupings that keep coarse distributions.
     """
 
-    def __init__(
-        self,
-        groupings: Mapping[Fields, bool],
-        channels: Collection[Fields] = (),
-        coarse: Collection[Fields] = (),
-    ) -> None:
-        """Begin without records.
+    groupings: dict[Fields, bool]
+    channels: Collection[Fields] = ()
+    coarse: Collection[Fields] = ()
+    _tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = field(init=False)
 
-        Args:
-            groupings: The fields of each grouping, and whether it keeps distributions.
-            channels: The groupings that keep channels, if channels are requested.
-            coarse: The groupings that keep coarse distributions.
-        """
-        self.groupings, self._channels, self._coarse = groupings, channels, coarse
-        self._tallies: dict[Fields, dict[tuple[Value, ...], Tally]] = {fields: {} for fields in groupings}
+    def __post_init__(self) -> None:
+        self._tallies = {fields: {} for fields in self.groupings}
 
     def add(self, grouping: Fields, values: Sequence[Value], tally: Tally) -> None:
         """Add records that have these values of the grouping's fields."""
@@ -151,9 +156,15 @@ class Groups:
         held.add(
             tally,
             values=self.groupings[grouping],
-            coarse=grouping in self._coarse,
-            channels=grouping in self._channels,
+            coarse=grouping in self.coarse,
+            channels=grouping in self.channels,
         )
+
+    def extend(self, other: Groups) -> None:
+        """Add the groups of other records, which have the same groupings."""
+        for grouping, tallies in other._tallies.items():
+            for values, tally in tallies.items():
+                self.add(grouping, values, tally)
 
     def by(self, *grouping: str, **only: Value) -> dict[tuple[Value, ...], Tally]:
         """Return the groups of a grouping by their values, in order, None first.

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from capd.io.items import Item, Items, Loaded
 
-__all__ = ["beside", "type_within_run"]
+__all__ = ["beside", "labelled", "type_within_run"]
 
 _BETWEEN = ": "
 
@@ -21,11 +21,22 @@ def beside(runs: Mapping[str, Items]) -> Items:
         runs: The items of each run, by its name.
     """
 
-    def each() -> Iterator[Item]:
-        for run, items in runs.items():
-            yield from (_of_run(run, item) for item in items.found)
+    series, before = [], 0
+    for run, items in runs.items():
+        series += [
+            replace(one, label=run, first=one.first._replace(series=one.first.series + before))
+            for one in items.series or ()
+        ]
+        before += len({one.first.series for one in items.series or ()})
 
-    return Items(sum(items.total for items in runs.values()), each())
+    def each() -> Iterator[Item]:
+        before = 0
+        for run, items in runs.items():
+            yield from (labelled(run, item, before) for item in items.found)
+            before += len({one.first.series for one in items.series or ()})
+
+    has_series = all(items.series is not None for items in runs.values())
+    return Items(sum(items.total for items in runs.values()), each(), series if has_series else None)
 
 
 def type_within_run(quant_type: object) -> str:
@@ -33,7 +44,12 @@ def type_within_run(quant_type: object) -> str:
     return str(quant_type).rpartition(_BETWEEN)[2]
 
 
-def _of_run(run: str, item: Item) -> Item:
+def labelled(run: str, item: Item, before: int = 0) -> Item:
+    """Return an item with the name of its run before its name and its quant type.
+
+    `before`: the number of series of the runs before it, which are added to its place.
+    """
+
     def load() -> Loaded | None:
         loaded = item.load()
         if loaded is None:
@@ -41,4 +57,5 @@ def _of_run(run: str, item: Item) -> Item:
         key = structs.replace(loaded.key, quant_type=f"{run}{_BETWEEN}{loaded.key.quant_type}")
         return replace(loaded, key=key)
 
-    return replace(item, name=f"{run}/{item.name}", load=load)
+    place = item.place and item.place._replace(series=item.place.series + before)
+    return replace(item, name=f"{run}/{item.name}", load=load, place=place)

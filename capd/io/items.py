@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -31,8 +32,8 @@ from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
-    "UNREADABLE", "Item", "Items", "Loaded", "Skipped", "Test", "items_of_files", "items_of_runs",
-    "items_of_series", "skipped",
+    "UNREADABLE", "Item", "Items", "Loaded", "NamedSeries", "Place", "Skipped", "Test", "items_of", "items_of_files",
+    "items_of_runs", "items_of_series", "items_within", "skipped",
 ]  # fmt: skip
 
 UNREADABLE = (CapdError, OSError, RuntimeError, MemoryError)
@@ -74,6 +75,13 @@ class Loaded:
         return None
 
 
+class Place(NamedTuple):
+    """The place of a record in its source: the number of its key and dtype, and of the record among theirs."""
+
+    series: int
+    record: int
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """An item. `load`, `read` and `Loaded.read` raise UNREADABLE.
@@ -84,6 +92,8 @@ class Item:
         load: Returns the loaded item, None if the selection leaves it out.
         read: Returns the stored elements, and keeps nothing in memory until then. None if only statistics were kept.
         is_sampled: Whether its elements are to be read (`capd.io.sample`). Its statistics always are.
+        place: Its place in its source, None for a file.
+        reference: The run, the node, the path of the series and the number of the record; None for a file.
     """
 
     name: str
@@ -91,6 +101,8 @@ class Item:
     load: Callable[[], Loaded | None]
     read: Callable[[], NDArray[np.generic]] | None = None
     is_sampled: bool = True
+    place: Place | None = None
+    reference: tuple[str, str, str, int] | None = None
 
 
 class Skipped(NamedTuple):
@@ -109,10 +121,37 @@ def skipped(name: str, error: BaseException, *, damaged: bool = False) -> Skippe
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a source. `total` is their number. `found` makes each on request, as a run may have millions."""
+    """The items of a source.
+
+    Attributes:
+        total: Their number.
+        found: Makes each on request, as a run may have millions.
+        series: The series of runs that they are the records of, in order; None for files.
+    """
 
     total: int
     found: Iterable[Item]
+    series: Sequence[NamedSeries] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSeries:
+    """A series of a source.
+
+    Attributes:
+        name: The name in messages.
+        numbers: The numbers of its records in the array, or the reason why they cannot be read.
+        turn: The number of the series within its source, which decides what a sample takes (`places_of`).
+        first: The place of its first record.
+        label: The name of the run before the quant type, or "" (`capd.io.beside`).
+    """
+
+    name: str
+    series: Series
+    numbers: Sequence[int] | StoreError
+    turn: int
+    first: Place
+    label: str = ""
 
 
 def items_of_runs(
@@ -141,28 +180,37 @@ def items_of_runs(
 
 def items_of_series(named: Iterable[tuple[str, Series]], share: float = 1.0) -> Items:
     """Return the records of series, each with the name that messages give it. `share` of them are sampled."""
-    series = [(name, one, _numbers(one)) for name, one in named]
-    total = sum(1 if isinstance(numbers, StoreError) else len(numbers) for _, _, numbers in series)
-    return Items(total, _each(series, share))
+    places: dict[tuple[Key, str], Place] = {}
+    series = []
+    for turn, (name, one) in enumerate(named):
+        numbers, identity = _numbers(one), (one.key, one.dtype)
+        place = places.setdefault(identity, Place(len(places), 0))
+        series.append(NamedSeries(name, one, numbers, turn, place))
+        places[identity] = place._replace(record=place.record + _records(numbers))
+    return items_within(series, share)
 
 
-def _each(series: Sequence[tuple[str, Series, Sequence[int] | StoreError]], share: float) -> Iterator[Item]:
-    for turn, (name, one, numbers) in enumerate(series):
-        if isinstance(numbers, StoreError):
-            yield _unreadable(name, numbers)
-            continue
-        items = (_item(f"{name}#{number}", one, number) for number in numbers)
-        yield from _sampled(items, len(numbers), share, turn)
+def items_within(series: Sequence[NamedSeries], share: float = 1.0) -> Items:
+    """Return the records of series of a source. `share` of them are sampled."""
+    total = sum(1 if isinstance(one.numbers, StoreError) else len(one.numbers) for one in series)
+    return Items(total, chain.from_iterable(items_of(one, share) for one in series), series)
 
 
-def _sampled(items: Iterable[Item], total: int, share: float, turn: int) -> Iterator[Item]:
-    """Yield the items of one series, marked as sampled or not."""
-    if share >= 1:
-        yield from items
+def items_of(named: NamedSeries, share: float, first: int = 0, last: int | None = None) -> Iterator[Item]:
+    """Yield the records of a series from one place to another. A series that cannot be read is one item."""
+    numbers, name = named.numbers, named.name
+    if isinstance(numbers, StoreError):
+        yield _unreadable(name, numbers)
         return
-    places = places_of(total, share, turn)
-    for place, item in enumerate(items):
-        yield item if place in places else replace(item, is_sampled=False)
+    sampled = None if share >= 1 else places_of(len(numbers), share, named.turn)
+    for at in range(first, len(numbers) if last is None else last):
+        item = _item(f"{name}#{numbers[at]}", named.series, numbers[at])
+        place = named.first._replace(record=named.first.record + at)
+        yield replace(item, place=place, is_sampled=sampled is None or at in sampled)
+
+
+def _records(numbers: Sequence[int] | StoreError) -> int:
+    return 0 if isinstance(numbers, StoreError) else len(numbers)
 
 
 def _numbers(series: Series) -> Sequence[int] | StoreError:
@@ -195,7 +243,8 @@ def _item(name: str, series: Series, number: int) -> Item:
             record.metadata,
         )
 
-    return Item(name, nbytes, load, read)
+    reference = (str(series.run), series.node, series.path, number)
+    return Item(name, nbytes, load, read, reference=reference)
 
 
 def _unreadable(name: str, error: StoreError) -> Item:

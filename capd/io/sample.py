@@ -42,6 +42,13 @@ class Sample:
             self.records += 1
             self.nbytes += nbytes
 
+    def extend(self, other: Sample) -> None:
+        """Count the records of another part."""
+        self.records += other.records
+        self.of += other.of
+        self.nbytes += other.nbytes
+        self.of_nbytes += other.of_nbytes
+
 
 def share_of(text: str) -> float:
     """Return the share that a text such as "5%" or "0.05" names.

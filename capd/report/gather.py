@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,14 +14,14 @@ from capd.analyze.verdict.sums import VerdictSums
 from capd.io.items import Item, Skipped
 from capd.io.sample import Sample
 from capd.report.measured import Measured, Measurements, measure
-from capd.report.products.linear_calls import LinearCalls
-from capd.report.products.product_errors import ProductErrors, measure_products
+from capd.report.products.linear_calls import Call, LinearCalls
+from capd.report.products.product_errors import ProductErrors, Result, measure_products, measured_here
 from capd.report.series import SeriesSummaries, emulation_of
 from capd_client.protocol.key import Key, Moment
 
 __all__ = [
     "BY_ITERATION", "BY_LAYER", "BY_RANK", "BY_SAMPLE", "BY_TENSOR", "BY_TYPE_AND_LAYER", "CHANNEL_GROUPINGS",
-    "COARSE_GROUPINGS", "GROUPINGS", "GatheredRecords", "Skipped", "by_layer", "gather",
+    "COARSE_GROUPINGS", "GROUPINGS", "GatheredRecords", "Skipped", "by_layer", "finish", "gather", "gather_part",
 ]  # fmt: skip
 
 BY_TENSOR: Fields = ("quant_type", "tensor_name")
@@ -74,6 +74,21 @@ class GatheredRecords:
     unmeasured: Counter[tuple[str, str]] = field(default_factory=Counter)
     sample: Sample | None = None
 
+    def extend(self, later: GatheredRecords) -> None:
+        """Add records that follow these in the source and were gathered for the same questions."""
+        self.groups.extend(later.groups)
+        self.verdict.extend(later.verdict)
+        if self.series is not None and later.series is not None:
+            self.series.extend(later.series)
+        if self.calls is not None and later.calls is not None:
+            self.calls.extend(later.calls)
+        self.emulations |= later.emulations
+        self.skipped += later.skipped
+        self.without_statistics += later.without_statistics
+        self.unmeasured.update(later.unmeasured)
+        if self.sample is not None and later.sample is not None:
+            self.sample.extend(later.sample)
+
 
 def gather(
     items: Iterable[Item],
@@ -103,6 +118,41 @@ def gather(
         For each item, in order, its bytes after it was added, 0 if it is not sampled, or the reason why it was skipped.
         At the end, for each operand of a product that could not be read again, the reason.
     """
+    yield from gather_part(
+        items, gathered, threads=threads, quick=quick, choices=choices, per_block=per_block, channels=channels
+    )
+    measured = measured_here(choices, threads)
+    yield from finish(gathered, measured if choices and not quick else None)
+
+
+def finish(
+    gathered: GatheredRecords, measured: Callable[[Sequence[Call]], Iterable[Result]] | None
+) -> list[Skipped]:
+    """Finish after all records are added. `measured` measures the calls of linear layers, if formats are wanted.
+
+    Returns:
+        For each operand of a product that could not be read again, the reason.
+    """
+    if gathered.series is not None:
+        gathered.series.close()
+    if gathered.calls is None or measured is None:
+        return []
+    gathered.products = measure_products(gathered.calls, measured)
+    gathered.skipped += gathered.products.skipped
+    return gathered.products.skipped
+
+
+def gather_part(
+    items: Iterable[Item],
+    gathered: GatheredRecords,
+    *,
+    threads: int,
+    quick: bool = False,
+    choices: Sequence[FormatChoice] = (),
+    per_block: bool = False,
+    channels: bool = False,
+) -> Iterator[Skipped | int]:
+    """Add all items to `gathered`, as `gather`, and leave open what later items may change."""
     adding = _Adding(gathered)
     wanted = Measurements(quick=quick, choices=choices, per_block=per_block, channels=channels)
     with worker_threads(threads, "report") as pool:
@@ -120,12 +170,6 @@ def gather(
                 gathered.sample.add(measured.loaded.raw_bytes, is_read=item.is_sampled)
             yield measured if isinstance(measured, Skipped) else item.nbytes * item.is_sampled
     adding.end_key()
-    if gathered.series is not None:
-        gathered.series.close()
-    if gathered.calls is not None and choices and not quick:
-        gathered.products = measure_products(gathered.calls, choices, threads=threads)
-        gathered.skipped += gathered.products.skipped
-        yield from gathered.products.skipped
 
 
 class _Adding:
@@ -155,7 +199,7 @@ class _Adding:
             self._gathered.unmeasured[path, reason] += 1
         self._gathered.emulations.add((loaded.key.quant_type, emulation_of(loaded)))
         if self._gathered.series is not None:
-            self._gathered.series.add(item.name, measured)
+            self._gathered.series.add(item, measured)
         if self._gathered.calls is not None:
             self._gathered.calls.add(item, loaded)
 

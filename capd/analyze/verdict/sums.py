@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from capd.analyze.error_sums import ErrorCounts, Errors, decibels
-from capd.analyze.exact import rounded
+from capd.analyze.exact import ShortSum, rounded
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.verdict.levels import levels_of
 from capd.analyze.verdict.roles import ROLES, role_of
@@ -23,25 +23,47 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(slots=True)
 class TensorError(ErrorCounts):
-    """The error of one format on one tensor, with float64 sums: 150 bytes, where exact sums take some KiB."""
+    """The error of one format on one tensor, by rounded numbers of each record: 700 bytes, where `Errors` takes KiB.
 
-    signal: float = 0.0
-    noise: float = 0.0
+    The sums of these numbers do not round, so they are the same in whatever order records are added.
+    """
+
+    _signal: ShortSum = field(default_factory=ShortSum)
+    _noise: ShortSum = field(default_factory=ShortSum)
     # Of the records with a finite SQNR: their number, and the sums of the SQNRs in dB and of the squares.
     levels: int = 0
-    level_sum: float = 0.0
-    level_squares: float = 0.0
+    _level_sum: ShortSum = field(default_factory=ShortSum)
+    _level_squares: ShortSum = field(default_factory=ShortSum)
+
+    @property
+    def signal(self) -> float:
+        """Σx² of all records."""
+        return self._signal.value
+
+    @property
+    def noise(self) -> float:
+        """Σd² of all records."""
+        return self._noise.value
 
     def add(self, errors: Errors) -> None:
         """Add the errors of one record."""
         self.add_counts(errors)
-        self.signal += rounded(errors.sums.x2)
-        self.noise += rounded(errors.sums.d2)
+        self._signal.add(rounded(errors.sums.x2))
+        self._noise.add(rounded(errors.sums.d2))
         level = errors.sqnr_db
         if level is not None and math.isfinite(level):
             self.levels += 1
-            self.level_sum += level
-            self.level_squares += level * level
+            self._level_sum.add(level)
+            self._level_squares.add(level * level)
+
+    def extend(self, other: TensorError) -> None:
+        """Add the errors of other records."""
+        self.add_counts(other)
+        self.levels += other.levels
+        self._signal.extend(other._signal)
+        self._noise.extend(other._noise)
+        self._level_sum.extend(other._level_sum)
+        self._level_squares.extend(other._level_squares)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -53,7 +75,7 @@ class TensorError(ErrorCounts):
         """The standard error of the mean of the records' SQNRs, in dB, None with fewer than two."""
         if self.levels < 2:
             return None
-        squares = self.level_squares - self.level_sum**2 / self.levels
+        squares = self._level_squares.value - self._level_sum.value**2 / self.levels
         return math.sqrt(max(0.0, squares) / (self.levels - 1) / self.levels)
 
 
@@ -71,6 +93,12 @@ class _Tensor:
         """Return whether a format took all records."""
         return label in self.errors and self.errors[label].records == self.records
 
+    def extend(self, other: _Tensor) -> None:
+        self.records += other.records
+        self.unread += other.unread
+        for label, error in other.errors.items():
+            self.errors.setdefault(label, TensorError()).extend(error)
+
     @property
     def is_zero(self) -> bool:
         return not any(error.signal or error.lost for error in self.errors.values())
@@ -86,12 +114,15 @@ class VerdictSums:
         roles: The sums over all records of a role.
     """
 
+    roles: dict[str, dict[str, Errors]]
+    _tensors: dict[Key, _Tensor]
+    _dtypes: set[str]
+    _records: Counter[str]
+    _left_out: Counter[str]
+
     def __init__(self) -> None:
-        self.roles: dict[str, dict[str, Errors]] = {}
-        self._tensors: dict[Key, _Tensor] = {}
-        self._dtypes: set[str] = set()
-        self._records: Counter[str] = Counter()
-        self._left_out: Counter[str] = Counter()
+        self.roles, self._tensors, self._dtypes = {}, {}, set()
+        self._records, self._left_out = Counter(), Counter()
 
     def add(self, key: Key, path: str, dtype: str, errors: Mapping[str, Errors]) -> None:
         """Add the errors of one record. `path`: the path of its series, or of its file."""
@@ -112,6 +143,18 @@ class VerdictSums:
     def leave_unread(self, key: Key, path: str) -> None:
         """Count a record that the sample leaves out."""
         self._tensor(key, path, role_of(key)).unread += 1
+
+    def extend(self, other: VerdictSums) -> None:
+        """Add the errors of later records."""
+        self._dtypes |= other._dtypes
+        self._records.update(other._records)
+        self._left_out.update(other._left_out)
+        for role, errors in other.roles.items():
+            of_role = self.roles.setdefault(role, {})
+            for label, one in errors.items():
+                of_role.setdefault(label, Errors()).add(one)
+        for key, tensor in other._tensors.items():
+            self._tensor(key, tensor.path, tensor.role).extend(tensor)
 
     def _tensor(self, key: Key, path: str, role: str) -> _Tensor:
         return self._tensors.setdefault(key, _Tensor(path, role))

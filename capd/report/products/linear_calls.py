@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,9 @@ _MOST_NBYTES = 256 << 20
 _OPERANDS = {("forward", "input"): "x", ("forward", "weight"): "weight", ("backward", "grad_output"): "dy"}
 _LAYER = ("quant_type", "rank", "stack", "layer", "module")
 
-Layer = tuple[object, ...]
-CallAt = tuple[object, ...]
+Layer = tuple[Union[str, int, None], ...]
+CallAt = tuple[Union[str, int, None], ...]
+Read = Callable[[], NDArray[np.generic]]
 
 
 class Operand(NamedTuple):
@@ -31,14 +32,16 @@ class Operand(NamedTuple):
         read: Returns the elements, None if there are none of high precision.
         is_transposed: Whether it is a weight that is stored as [in_features, out_features].
         rows: The slice that was captured, and the leading dimensions of the whole; None for a whole tensor.
+        reference: The place of the record in its run (`Item.reference`), if it can be read.
     """
 
     name: str
-    read: Callable[[], NDArray[np.generic]] | None
+    read: Read | None
     dtype: str
     nbytes: int
     is_transposed: bool = False
     rows: tuple[object, ...] | None = None
+    reference: tuple[str, str, str, int] | None = None
 
 
 class Call(NamedTuple):
@@ -73,12 +76,14 @@ class Call(NamedTuple):
 class LinearCalls:
     """The captured operands of linear layers: some 500 bytes for each record, without elements. Not thread-safe."""
 
+    _x: dict[Layer, dict[CallAt, Operand]]
+    _dy: dict[tuple[Layer, CallAt], Operand]
+    # A weight is captured once an iteration, or with each call if it is computed.
+    _weights: dict[tuple[Layer, CallAt], Operand]
+    _of_iteration: dict[tuple[Layer, CallAt], Operand]
+
     def __init__(self) -> None:
-        self._x: dict[Layer, dict[CallAt, Operand]] = {}
-        self._dy: dict[tuple[Layer, CallAt], Operand] = {}
-        # A weight is captured once an iteration, or with each call if it is computed.
-        self._weights: dict[tuple[Layer, CallAt], Operand] = {}
-        self._of_iteration: dict[tuple[Layer, CallAt], Operand] = {}
+        self._x, self._dy, self._weights, self._of_iteration = {}, {}, {}, {}
 
     def add(self, item: Item, loaded: Loaded) -> None:
         """Add an item if it is an operand of a linear layer of a named module."""
@@ -95,6 +100,17 @@ class LinearCalls:
         else:
             self._weights.setdefault((layer, at), operand)
             self._of_iteration.setdefault((layer, (moment.attempt, moment.iteration)), operand)
+
+    def extend(self, other: LinearCalls) -> None:
+        """Add later operands."""
+        for layer, calls in other._x.items():
+            own = self._x.setdefault(layer, {})
+            for at, operand in calls.items():
+                own.setdefault(at, operand)
+        for name in ("_dy", "_weights", "_of_iteration"):
+            held: dict[tuple[Layer, CallAt], Operand] = getattr(self, name)
+            for place, operand in getattr(other, name).items():
+                held.setdefault(place, operand)
 
     def by_module(self) -> list[list[Call]]:
         """Return the calls of each module whose three operands were captured."""
@@ -120,6 +136,7 @@ def _operand(item: Item, loaded: Loaded, name: str) -> Operand:
         item.nbytes,
         is_transposed=name == "weight" and loaded.attributes.get("weight_layout") == "in_out",
         rows=_rows(loaded.metadata.get("slice")),
+        reference=item.reference if usable else None,
     )
 
 

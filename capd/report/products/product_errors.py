@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, Union
@@ -21,7 +21,9 @@ from capd.store.read.series import tensor_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MOST_CALLS", "ProductError", "ProductErrors", "measure_products"]
+__all__ = [
+    "MOST_CALLS", "ProductError", "ProductErrors", "Result", "measure_call", "measure_products", "measured_here",
+]  # fmt: skip
 
 MOST_CALLS = 32
 """The most calls that are measured, evenly over the modules."""
@@ -93,20 +95,38 @@ class ProductErrors:
                 self._errors.setdefault(label, {}).setdefault(name, ProductError()).add(errors)
 
 
-def measure_products(calls: LinearCalls, choices: Sequence[FormatChoice], *, threads: int) -> ProductErrors:
-    """Measure the products of at most MOST_CALLS calls, evenly over the modules; of large ones fewer, at least one."""
+def measure_products(
+    calls: LinearCalls, measured: Callable[[Sequence[Call]], Iterable[Result]]
+) -> ProductErrors:
+    """Measure the products of at most MOST_CALLS calls, evenly over the modules; of large ones fewer, at least one.
+
+    `measured` returns the result of each call, in order.
+    """
     modules = calls.by_module()
     usable = [own for each in modules if (own := [call for call in each if call.is_usable])]
     found = ProductErrors(calls=sum(map(len, modules)))
     found.left_out = found.calls - sum(map(len, usable))
-    with worker_threads(threads, "products") as pool:
-
-        def begin(call: Call) -> Future[Result]:
-            return pool.submit(_measured, call, choices)
-
-        for call, future in ahead(_chosen(usable), begin, lambda call: _WORK * call.nbytes, AHEAD_NBYTES):
-            found.add(call, future.result())
+    chosen = _chosen(usable)
+    for call, result in zip(chosen, measured(chosen), strict=True):
+        found.add(call, result)
     return found
+
+
+def measured_here(
+    choices: Sequence[FormatChoice], threads: int
+) -> Callable[[Sequence[Call]], Iterable[Result]]:
+    """Return what measures calls in threads of this process, within 128 MiB or one call."""
+
+    def measured(calls: Sequence[Call]) -> Iterator[Result]:
+        with worker_threads(threads, "products") as pool:
+
+            def begin(call: Call) -> Future[Result]:
+                return pool.submit(measure_call, call, choices)
+
+            for _, future in ahead(calls, begin, lambda call: _WORK * call.nbytes, AHEAD_NBYTES):
+                yield future.result()
+
+    return measured
 
 
 def _chosen(modules: Sequence[Sequence[Call]]) -> list[Call]:
@@ -138,7 +158,8 @@ def _matrix(bits: NDArray[np.generic], operand: Operand) -> torch.Tensor:
     return values.t() if operand.is_transposed else values
 
 
-def _measured(call: Call, choices: Sequence[FormatChoice]) -> Result:
+def measure_call(call: Call, choices: Sequence[FormatChoice]) -> Result:
+    """Read the operands of a call and measure its products."""
     # The import needs torch, which a report without formats does not load.
     from capd.analyze.verdict.products import Operands, product_errors
 

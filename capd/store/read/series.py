@@ -7,6 +7,7 @@ import json
 import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import msgspec
@@ -83,6 +84,11 @@ class Series:
     def node(self) -> str:
         """The name of the node that wrote the series; "" if its catalog is missing."""
         return self._node.name
+
+    @property
+    def run(self) -> Path:
+        """The run that has the series."""
+        return self._node.run
 
     @property
     def header(self) -> SeriesHeader:
