@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from capd.cli.options import flag, option
 from capd.cli.output import note
 from capd.cli.progress import Progress
+from capd.cli.scheduling import ByteProgress, ClusterOptions
 from capd.cli.selection import KeyOptions
 from capd.cli.stores import AttemptOption, RunOption, attempt_of, is_run, resolve_run
 from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd.store.objects.address import Address, RunPlace, place_of
 
 if TYPE_CHECKING:
+    from capd.distributed.tasks.task import Plan
     from capd.io.items import Items
     from capd.report.gather import GatheredRecords
 
@@ -47,7 +50,8 @@ class SourceOptions:
     ] = None
     attempt: AttemptOption = "latest"
     workers: Annotated[
-        int | None, option("--workers", "N", "Threads that read [default: the CPUs].", min=1, max=256)
+        int | None,
+        option("--workers", "N", "Threads that read, or processes [default: the CPUs].", min=1, max=1024),
     ] = None
 
     @property
@@ -73,6 +77,8 @@ class Sources:
         names: Their runs or directory.
         files: Whether they are tensor files.
         share: The share of the records to read.
+        attempt: The attempts of the records.
+        cluster: Who reads them.
     """
 
     names: list[str]
@@ -80,6 +86,8 @@ class Sources:
     files: bool
     threads: int
     share: float
+    attempt: int | str = "latest"
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def gather(self, gathered: GatheredRecords, **asked: Any) -> None:
         """Gather all records with a progress bar, and name skipped ones. `asked`: further arguments of `gather`.
@@ -93,9 +101,7 @@ class Sources:
         from capd.io.sample import Sample
         from capd.phrase import phrase_text
         from capd.report.format_errors import sample_numbers
-        from capd.report.gather import Skipped, gather
         from capd.report.names import sample_phrase
-        from capd.server.heap import settled_heap
 
         if self.share < 1:
             if asked.get("quick"):
@@ -103,13 +109,10 @@ class Sources:
                     "--sample means nothing here: stored statistics are read alone, and no tensor is"
                 )
             gathered.sample = Sample(self.share)
-        if asked.get("choices"):
-            one_thread_each()
-        with settled_heap(), Progress(self.items.total, "records") as progress:
-            for seen in gather(self.items.found, gathered, threads=self.threads, **asked):
-                if isinstance(seen, Skipped):
-                    progress.say(f"skipped {seen.name}: {seen.reason}")
-                progress.add(0 if isinstance(seen, Skipped) else seen)
+        if self.cluster.is_used:
+            self._gather_on_cluster(gathered, **asked)
+        else:
+            self._gather_here(gathered, **asked)
         if not gathered.groups.whole().records:
             if not gathered.skipped:
                 raise NothingMatched(f"no tensor file in {self.names[0]} matches the selection")
@@ -118,6 +121,55 @@ class Sources:
         sample = sample_numbers(gathered)
         if sample is not None:
             note(phrase_text(sample_phrase(sample)))
+
+    def _gather_here(self, gathered: GatheredRecords, **asked: Any) -> None:
+        from capd.report.gather import Skipped, gather
+        from capd.server.heap import settled_heap
+
+        if asked.get("choices"):
+            one_thread_each()
+        with settled_heap(), Progress(self.items.total, "records") as progress:
+            for seen in gather(self.items.found, gathered, threads=self.threads, **asked):
+                if isinstance(seen, Skipped):
+                    progress.say(f"skipped {seen.name}: {seen.reason}")
+                progress.add(0 if isinstance(seen, Skipped) else seen)
+
+    def plan(self, gathered: GatheredRecords, task_nbytes: int, **asked: Any) -> Plan:
+        """Return the tasks that gather all records. Raises ConfigError for tensor files."""
+        from capd.distributed.tasks.planning import planned
+        from capd.distributed.tasks.question import Question
+
+        if self.items.series is None:
+            raise ConfigError(
+                f"{self.names[0]} has .pt files, which --scheduler threads reads alone; `capd import` makes a run of "
+                "them"
+            )
+        question = Question.of(gathered, self.share, **asked)
+        return planned(self.items.series, question, task_nbytes, self.attempt)
+
+    def _gather_on_cluster(self, gathered: GatheredRecords, **asked: Any) -> None:
+        from capd.distributed.tasks.planning import place_text
+        from capd.report.gather import Skipped
+
+        cluster = self.cluster
+        plan = self.plan(gathered, cluster.task_nbytes, **asked)
+        runs = [place_text(name) for name in self.names]
+        with contextlib.ExitStack() as stack:
+            checkpoint = None
+            if cluster.checkpoint is not None:
+                from capd.distributed.cluster.checkpoint import Checkpoint
+
+                checkpoint = stack.enter_context(Checkpoint(cluster.checkpoint, plan.identity))
+            largest = (plan.largest, plan.largest_name)
+            engine = stack.enter_context(cluster.engine(self.threads, runs, largest))
+            from capd.distributed.cluster.gathering import gather_on
+
+            progress = stack.enter_context(ByteProgress(plan.nbytes, engine))
+            for seen in gather_on(engine, plan, gathered, checkpoint=checkpoint):
+                if isinstance(seen, Skipped):
+                    progress.say(f"skipped {seen.name}: {seen.reason}")
+                else:
+                    progress.add(seen)
 
     def exit_code(self, gathered: GatheredRecords) -> int:
         """Return 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
@@ -143,14 +195,15 @@ def found_in(place: RunPlace, options: SourceOptions) -> Sources:
         if items.total:
             return Sources([str(place)], items, True, options.threads, share)
     paths = _runs(place, options.run, options.all_runs)
-    items = items_of_runs(paths, tests, share, attempt_of(options.attempt))
+    attempt = attempt_of(options.attempt)
+    items = items_of_runs(paths, tests, share, attempt)
     names = [str(path) for path in paths]
     if not items.total:
         from capd.store.read.store import open_store
 
         keys = [series.key for path in paths for series in open_store(path).series]
         raise options.keys.nothing_in(", ".join(names), keys)
-    return Sources(names, items, False, options.threads, share)
+    return Sources(names, items, False, options.threads, share, attempt)
 
 
 def found_beside(places: Sequence[RunPlace], options: SourceOptions) -> Sources:
@@ -177,7 +230,7 @@ def found_beside(places: Sequence[RunPlace], options: SourceOptions) -> Sources:
     if len({*labels}) < len(each):
         labels = [", ".join(one.names) for one in each]
     items = beside({label: one.items for label, one in zip(labels, each, strict=True)})
-    return Sources(names, items, each[0].files, options.threads, options.share)
+    return Sources(names, items, each[0].files, options.threads, options.share, attempt_of(options.attempt))
 
 
 def _real(name: str) -> RunPlace:

@@ -24,6 +24,11 @@ class Pair(NamedTuple):
     right: Entry
 
     @property
+    def nbytes(self) -> int:
+        """The elements of both records in bytes."""
+        return self.left.nbytes + self.right.nbytes
+
+    @property
     def mismatch(self) -> str | None:
         """The reason why the elements of the pair cannot be compared, None if they can."""
         left, right = self

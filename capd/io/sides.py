@@ -22,7 +22,13 @@ __all__ = ["Entry", "Side", "file_side", "run_side"]
 
 
 class Entry(NamedTuple):
-    """A record with elements. `name` is its name in messages; `read` returns the elements or raises UNREADABLE."""
+    """A record with elements.
+
+    Attributes:
+        name: Its name in messages.
+        read: Returns the elements, or raises UNREADABLE.
+        reference: As in `Item`.
+    """
 
     key: Key
     moment: Moment
@@ -30,6 +36,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     name: str
     read: Callable[[], NDArray[np.generic]]
+    reference: tuple[str, str, str, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +71,15 @@ class Side:
                 continue
             if loaded is not None:
                 found.append(
-                    Entry(loaded.key, loaded.moment, loaded.dtype, loaded.shape, item.name, item.read)
+                    Entry(
+                        loaded.key,
+                        loaded.moment,
+                        loaded.dtype,
+                        loaded.shape,
+                        item.name,
+                        item.read,
+                        item.reference,
+                    )
                 )
         return found, problems
 

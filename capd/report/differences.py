@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
+
+import numpy as np
+from numpy.typing import NDArray
 
 from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.difference import Difference, difference_of
@@ -15,13 +19,18 @@ from capd.io.pairs import MATCHED_MOMENT, Matched, Pair
 from capd.io.sides import Side
 from capd_client.protocol.key import Key
 
-__all__ = ["DIFFERENCE_COLUMNS", "Differences", "compare_each", "plain_difference"]
+__all__ = [
+    "DIFFERENCE_COLUMNS", "Compared", "Differences", "compare_each", "compared_here", "difference_between",
+    "plain_difference",
+]  # fmt: skip
 
 DIFFERENCE_COLUMNS = (
     "pairs", "identical", "elements", "equal", "special", "max_abs", "max_relative", "absmax", "relative", "mae", "mse",
     "rmse", "normalised_l2", "sqnr_db", "psnr_db", "cosine",
 )  # fmt: skip
 _KEY = frozenset(Key.__struct_fields__)
+
+Compared = Callable[[Sequence[Pair]], Generator[Union[Difference, Skipped], None, None]]
 
 
 @dataclass(slots=True)
@@ -70,53 +79,67 @@ class Differences:
 
 
 def compare_each(
-    matched: Matched, found: Differences, *, threads: int, until_first: bool
+    matched: Matched, found: Differences, compared: Compared, *, until_first: bool
 ) -> Iterator[Skipped | int]:
     """Compare all pairs in order.
 
-    About 128 MiB of records are in memory at once, or one pair if it is larger. `found` receives the differences.
-    `until_first` ends at the first pair beyond the tolerance.
+    `found` receives the differences. `compared` yields the difference of each of some pairs, or the reason why there is
+    none, in order. `until_first` ends at the first pair beyond the tolerance.
 
     Yields:
         The bytes of each pair, or the reason why it could not be read.
     """
-    with worker_threads(threads, "compare") as pool:
-
-        def begin(pair: Pair) -> Future[Difference | Skipped]:
-            return pool.submit(_compared, pair, found.left, found.right)
-
-        for pair, future in ahead(_comparable(matched.pairs, found), begin, _nbytes, AHEAD_NBYTES):
-            difference = future.result()
+    with closing(compared([pair for pair in matched.pairs if pair.mismatch is None])) as differences:
+        for pair in matched.pairs:
+            mismatch = pair.mismatch
+            if mismatch is not None:
+                found.mismatched.append((pair, mismatch))
+                continue
+            difference = next(differences)
             if isinstance(difference, Skipped):
                 found.unread.append(difference)
                 yield difference
                 continue
-            yield _nbytes(pair)
+            yield pair.nbytes
             if found.add(pair, difference) and until_first:
                 return
 
 
-def _comparable(pairs: Sequence[Pair], found: Differences) -> Iterator[Pair]:
-    for pair in pairs:
-        mismatch = pair.mismatch
-        if mismatch is None:
-            yield pair
-        else:
-            found.mismatched.append((pair, mismatch))
+def compared_here(left: Side, right: Side, threads: int) -> Compared:
+    """Return what compares pairs in threads of this process. About 128 MiB or one pair are in memory at once."""
+
+    def compared(pairs: Sequence[Pair]) -> Generator[Difference | Skipped, None, None]:
+        with worker_threads(threads, "compare") as pool:
+
+            def begin(pair: Pair) -> Future[Difference | Skipped]:
+                sides = [
+                    (f"{side.source}: {entry.name}", entry.read, side.damaged)
+                    for side, entry in zip((left, right), pair, strict=True)
+                ]
+                return pool.submit(difference_between, sides, pair.left.dtype)
+
+            for _, future in ahead(pairs, begin, lambda pair: pair.nbytes, AHEAD_NBYTES):
+                yield future.result()
+
+    return compared
 
 
-def _nbytes(pair: Pair) -> int:
-    return pair.left.nbytes + pair.right.nbytes
+def difference_between(
+    sides: Sequence[tuple[str, Callable[[], NDArray[np.generic]], bool]], dtype: str
+) -> Difference | Skipped:
+    """Read two records and return their difference, or the reason why one cannot be read.
 
-
-def _compared(pair: Pair, left: Side, right: Side) -> Difference | Skipped:
+    Args:
+        sides: For each record its name, the function that reads it, and whether it is known to be in a run.
+        dtype: The torch dtype of both.
+    """
     bits = []
-    for side, entry in ((left, pair.left), (right, pair.right)):
+    for name, read, damaged in sides:
         try:
-            bits.append(entry.read())
+            bits.append(read())
         except UNREADABLE as error:
-            return skipped(f"{side.source}: {entry.name}", error, damaged=side.damaged)
-    return difference_of(bits[0], bits[1], pair.left.dtype)
+            return skipped(name, error, damaged=damaged)
+    return difference_of(bits[0], bits[1], dtype)
 
 
 def plain_difference(difference: Difference) -> dict[str, Any]:

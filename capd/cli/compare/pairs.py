@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from capd.io.items import Skipped
     from capd.io.pairs import Matched
     from capd.io.sides import Entry, Side
-    from capd.report.differences import Differences
+    from capd.report.differences import Compared, Differences
 
 __all__ = ["compare_pairs"]
 
@@ -59,11 +61,12 @@ def compare_pairs(
 
 def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, until_first: bool) -> None:
     from capd.report.differences import compare_each
-    from capd.server.heap import settled_heap
 
-    threads = request.source.threads
-    with settled_heap(), Progress(len(pairing.pairs), "pairs") as progress:
-        for seen in compare_each(pairing, found, threads=threads, until_first=until_first):
+    with (
+        _compared(request, found, pairing) as compared,
+        Progress(len(pairing.pairs), "pairs") as progress,
+    ):
+        for seen in compare_each(pairing, found, compared, until_first=until_first):
             if not isinstance(seen, int):
                 progress.say(f"skipped {seen.name}: {seen.reason}")
             progress.add(seen if isinstance(seen, int) else 0)
@@ -75,6 +78,28 @@ def _compare(request: CompareRequest, found: Differences, pairing: Matched, *, u
         raise kind(f"nothing to compare: none of {pairs} pairs could be read")
     reasons = "; ".join(dict.fromkeys(reason for _, reason in found.mismatched))
     raise NothingMatched(f"none of {pairs} pairs can be compared: {reasons}")
+
+
+@contextlib.contextmanager
+def _compared(request: CompareRequest, found: Differences, pairing: Matched) -> Iterator[Compared]:
+    """Give what compares pairs: threads of this process, or the workers of a cluster."""
+    from capd.report.differences import compared_here
+    from capd.server.heap import settled_heap
+
+    threads, cluster = request.source.threads, request.cluster
+    if not cluster.is_used:
+        with settled_heap():
+            yield compared_here(found.left, found.right, threads)
+        return
+    cluster.refuse_checkpoint("a comparison of two captures")
+    from capd.distributed.tasks.pairs import runs_of
+
+    task_nbytes, runs = cluster.task_nbytes, runs_of(found.left, found.right, pairing.pairs)
+    largest = max(pairing.pairs, key=lambda pair: pair.nbytes)
+    with cluster.engine(threads, runs, (largest.nbytes, largest.left.name)) as engine:
+        from capd.distributed.cluster.pairing import compared_on
+
+        yield compared_on(engine, uuid.uuid4().hex, found.left, found.right, task_nbytes)
 
 
 def _scalars(request: CompareRequest, left: Side, right: Side) -> tuple[list[dict[str, Any]], list[Skipped]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +13,7 @@ import typer
 from capd.cli.completion import field_lists, store_paths
 from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, note, print_json, print_lines
+from capd.cli.scheduling import ClusterOptions
 from capd.cli.sources import SourceOptions, Sources, found_in
 from capd.cli.stores import Given, StoreArgument, default_store
 from capd.errors import ConfigError
@@ -55,6 +56,7 @@ class CompareRequest:
         ),
     ] = None
     source: SourceOptions
+    cluster: ClusterOptions
     as_csv: Annotated[bool, flag("--csv", "Print comma-separated values.")] = False
     wide: Wide = False
     as_json: Json = False
@@ -98,7 +100,7 @@ class CompareRequest:
         from capd.report.gather import GatheredRecords
         from capd.report.products.linear_calls import LinearCalls
 
-        found = found_in(self.place, self.source)
+        found = replace(found_in(self.place, self.source), cluster=self.cluster)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         if products and len(found.names) == 1:
             gathered.calls = LinearCalls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
+from capd.cli.scheduling import ClusterOptions
 from capd.cli.sources import SourceOptions, Sources, found_beside, found_in
 from capd.cli.stores import Given, default_store
 from capd.errors import CapdError, ConfigError
@@ -52,6 +54,7 @@ def report(
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it is required
     *,
     source: SourceOptions,
+    cluster: ClusterOptions,
     formats: Annotated[
         str,
         option(
@@ -106,6 +109,7 @@ def report(
         must_name_directory(out)
     places = stores or [default_store()]
     found = found_in(places[0], source) if len(places) == 1 else found_beside(places, source)
+    found = replace(found, cluster=cluster)
     if one_page:
         gathered = _write_page(found, out, quick=quick, choices=wanted, force=force)
         _print_written({"file": os.fspath(out)}, [out.name], gathered, as_json)

@@ -59,7 +59,8 @@ def unpack(data: bytes, kind: type[T]) -> T:
         Damaged: The bytes are of no such value.
     """
     try:
-        found: T = _form(kind).unpack(msgspec.msgpack.decode(data, ext_hook=_extension))
+        form: _Form = _form(kind)  # type: ignore[arg-type]  # a type can be hashed
+        found: T = form.unpack(msgspec.msgpack.decode(data, ext_hook=_extension))
         return found
     except Damaged:
         raise
@@ -75,7 +76,8 @@ def unpack(data: bytes, kind: type[T]) -> T:
 
 
 def _extension(code: int, data: memoryview) -> int:
-    shift, mantissa = struct.unpack_from("<I", data)[0], int.from_bytes(data[4:], "little", signed=True)
+    shift: int = struct.unpack_from("<I", data)[0]
+    mantissa = int.from_bytes(data[4:], "little", signed=True)
     if code != _WHOLE or shift > _MOST_SHIFT:
         raise Damaged(f"a partial result has a number of kind {code}, {shift} bits long")
     return mantissa << shift
@@ -204,9 +206,10 @@ def _numbers(dtype: np.dtype[Any]) -> _Form:
 def _record(kind: Any) -> _Form:
     """Return the form of a class: the values of its fields, in order."""
     hints = get_type_hints(kind, localns={"array": _Shorts})
+    has_fields: bool = is_dataclass(kind)
     if issubclass(kind, msgspec.Struct):
         names: tuple[str, ...] = kind.__struct_fields__
-    elif is_dataclass(kind):
+    elif has_fields:
         names = tuple(one.name for one in fields(kind))
     else:
         names = tuple(getattr(kind, "_fields", hints))
@@ -219,7 +222,7 @@ def _record(kind: Any) -> _Form:
             )
         if issubclass(kind, tuple):
             return kind(*values)
-        found = kind.__new__(kind) if is_dataclass(kind) else kind()
+        found: Any = object.__new__(kind) if has_fields else kind()
         for name, value in zip(names, values, strict=True):
             object.__setattr__(found, name, value)
         return found

@@ -71,10 +71,10 @@ def _largest(named: NamedSeries) -> int:
 
 def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str) -> Iterator[Part]:
     one, numbers = named.series, named.numbers
-    unreadable = isinstance(numbers, StoreError)
+    of = 0 if isinstance(numbers, StoreError) else len(numbers)
     shared: dict[str, Any] = {
         "run": place_text(one.run), "series": one.path, "node": one.node, "attempt": attempt, "name": named.name,
-        "turn": named.turn, "of": 0 if unreadable else len(numbers), "place": tuple(named.first), "label": named.label,
+        "turn": named.turn, "of": of, "place": tuple(named.first), "label": named.label,
     }  # fmt: skip
     if isinstance(numbers, StoreError):
         yield Part(first=0, last=0, bytes=0, **shared)

@@ -43,6 +43,10 @@ class Operand(NamedTuple):
     rows: tuple[object, ...] | None = None
     reference: tuple[str, str, str, int] | None = None
 
+    def read_by(self, reader: Callable[[tuple[str, str, str, int]], Read]) -> Operand:
+        """Return the operand read by `reader`, if it has a reference."""
+        return self if self.reference is None else self._replace(read=reader(self.reference))
+
 
 class Call(NamedTuple):
     """A call of a linear layer."""
@@ -111,6 +115,13 @@ class LinearCalls:
             held: dict[tuple[Layer, CallAt], Operand] = getattr(self, name)
             for place, operand in getattr(other, name).items():
                 held.setdefault(place, operand)
+
+    def read_by(self, reader: Callable[[tuple[str, str, str, int]], Read]) -> None:
+        """Let `reader` read the operands that have a reference."""
+        held: list[dict[Any, Operand]] = [*self._x.values(), self._dy, self._weights, self._of_iteration]
+        for operands in held:
+            for place, operand in operands.items():
+                operands[place] = operand.read_by(reader)
 
     def by_module(self) -> list[list[Call]]:
         """Return the calls of each module whose three operands were captured."""

@@ -1,0 +1,140 @@
+"""Opens a cluster: processes of this machine, or what a scheduler has. Only what was started here is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from capd.distributed.cluster.settings import PROCESSES, ClusterSettings
+from capd.errors import CapdError
+from capd.store.read.series import import_extra
+from capd_client.process.memory import available_nbytes
+
+if TYPE_CHECKING:
+    from capd.distributed.cluster.engine import Engine
+
+__all__ = ["engine_of", "memory_limit_of", "opened_engine"]
+
+# distributed types only some of its calls.
+_Client: TypeAlias = Any
+_CONNECT_S = 10
+_WORKER_S = 60
+# A worker that dies makes all tasks suspect that it had.
+_DEATHS = 10
+_CONFIG = {
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.admin.system-monitor.gil.enabled": False,
+}
+
+
+@contextlib.contextmanager
+def opened_engine(settings: ClusterSettings, places: Sequence[str]) -> Iterator[Engine]:
+    """Open a cluster whose workers have our versions and see these runs.
+
+    Raises:
+        CapdError: Dask is not installed, no scheduler answers, there is no worker, or a worker does not fit.
+    """
+    import_extra("distributed", "distributed")
+    with _quiet(), contextlib.ExitStack() as stack:
+        client = stack.enter_context(
+            _own(settings) if settings.scheduler == PROCESSES else _foreign(settings.scheduler)
+        )
+        yield engine_of(
+            client,
+            places,
+            retries=settings.retries,
+            memory_limit=settings.memory_limit,
+            is_own=settings.scheduler == PROCESSES,
+        )
+
+
+def engine_of(
+    client: _Client,
+    places: Sequence[str],
+    *,
+    retries: int = 2,
+    memory_limit: int | None = None,
+    is_own: bool = False,
+) -> Engine:
+    """Check the workers of a client, set them up, and return what feeds them. Raises CapdError as `opened_engine`."""
+    from capd.distributed.cluster.checks import check_sight, check_versions, least_limit
+    from capd.distributed.cluster.engine import Engine
+    from capd.distributed.cluster.workers import SettledWorker
+
+    try:
+        client.wait_for_workers(1, timeout=_WORKER_S)
+    except TimeoutError:
+        raise CapdError(f"{client.scheduler.address} has no worker; start some with `dask worker`") from None
+    check_versions(client)
+    check_sight(client, places)
+    client.register_plugin(SettledWorker(is_own=is_own))
+    return Engine(client, retries=retries, memory_limit=memory_limit or least_limit(client))
+
+
+def memory_limit_of(settings: ClusterSettings) -> int | None:
+    """Return the memory of each worker as far as it is known before there is a cluster."""
+    if settings.memory_limit is None and settings.scheduler == PROCESSES:
+        available = available_nbytes()
+        return None if available is None else available // settings.workers
+    return settings.memory_limit
+
+
+@contextlib.contextmanager
+def _own(settings: ClusterSettings) -> Iterator[_Client]:
+    import dask
+
+    distributed: Any = import_extra("distributed", "distributed")
+    deaths = max(_DEATHS, dask.config.get("distributed.scheduler.allowed-failures", 0))
+    config = {**_CONFIG, "distributed.scheduler.allowed-failures": deaths}
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="capd-dask-", ignore_cleanup_errors=True)
+        )
+        stack.enter_context(dask.config.set(config))
+        cluster = distributed.LocalCluster(
+            n_workers=settings.workers,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            local_directory=place,
+            memory_limit=memory_limit_of(settings) or 0,
+            silence_logs=logging.CRITICAL,
+        )
+        stack.callback(cluster.close)
+        yield stack.enter_context(distributed.Client(cluster, set_as_default=False))
+
+
+@contextlib.contextmanager
+def _foreign(scheduler: str) -> Iterator[_Client]:
+    distributed: Any = import_extra("distributed", "distributed")
+    named: dict[str, Any] = (
+        {"scheduler_file": scheduler} if scheduler.endswith(".json") else {"address": scheduler}
+    )
+    try:
+        client = distributed.Client(**named, timeout=_CONNECT_S, set_as_default=False)
+    except (OSError, ValueError, TimeoutError, KeyError) as error:
+        raise CapdError(
+            f"the scheduler {scheduler} does not answer: {error or type(error).__name__}"
+        ) from error
+    with client:
+        yield client
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Dask logs of dead workers and lost connections, which we tell in our own words."""
+    logger = logging.getLogger("distributed")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="distributed")
+            yield
+    finally:
+        logger.setLevel(before)
