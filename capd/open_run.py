@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from capd.errors import NothingMatched
 from capd.store.objects.address import Address, place_of
 from capd.store.read.series import import_extra
 from capd.store.read.store import Store
+
+if TYPE_CHECKING:
+    from capd.io.items import NamedSeries, Skipped
+    from capd.report.gather import GatheredRecords
 
 __all__ = ["OpenRun", "open_run"]
 
@@ -27,6 +31,8 @@ class OpenRun(Store):
         *,
         by: Sequence[str] = ("tensor_name",),
         threads: int = 2,
+        client: Any = None,
+        task_bytes: int = 256 << 20,
         **selection: Any,
     ) -> Any:
         """Return the errors of number formats on the captured tensors, as `capd compare` measures them.
@@ -35,6 +41,9 @@ class OpenRun(Store):
             formats: Formats such as "mxfp8" or "nvfp4:16x16" (docs/comparing.md). Without any, those of `capd compare`.
             by: The fields of keys and moments by which records are grouped.
             threads: The number of threads that read and measure.
+            client: A `distributed.Client`, whose workers read and measure instead. They must see the run and have
+                this capd. Only a client that is given is used.
+            task_bytes: The size of the tasks of the client.
             **selection: The records, as in `find`.
 
         Returns:
@@ -44,7 +53,7 @@ class OpenRun(Store):
         Raises:
             ConfigError: A format or a field is unknown.
             NothingMatched: No selected record has high precision.
-            CapdError: The extra `table` is not installed.
+            CapdError: The extra `table` is not installed, or the workers of the client cannot be used.
         """
         pd = import_extra("pandas", "table")
         # They need torch.
@@ -57,7 +66,13 @@ class OpenRun(Store):
         chosen, fields = choices(",".join(formats) or DEFAULT_FORMATS), checked_fields("by", by)
         gathered = GatheredRecords(groups=Groups({(): True, fields: True}))
         items = items_of_series((series.path, series) for series in self.find(**selection))
-        for _ in gather(items.found, gathered, threads=threads, choices=chosen):
+        if client is None:
+            work: Iterator[Skipped | int] = gather(items.found, gathered, threads=threads, choices=chosen)
+        else:
+            work = self._gather_on(
+                client, items.series or (), gathered, task_bytes, selection, choices=chosen
+            )
+        for _ in work:
             pass
         if not gathered.groups.whole().errors:
             reasons = [reason for _, reason in gathered.unmeasured] + [one.reason for one in gathered.skipped]
@@ -79,6 +94,28 @@ class OpenRun(Store):
             for group in document["groups"] or [document["all"]]
             for label, errors in group["errors"].items()
         )
+
+    def _gather_on(
+        self,
+        client: Any,
+        series: Sequence[NamedSeries],
+        gathered: GatheredRecords,
+        task_bytes: int,
+        selection: Mapping[str, Any],
+        **asked: Any,
+    ) -> Iterator[Skipped | int]:
+        """Gather the records of some series on the workers of a client."""
+        from capd.distributed.cluster.checks import check_memory
+        from capd.distributed.cluster.gathering import gather_on
+        from capd.distributed.cluster.opening import engine_of
+        from capd.distributed.tasks.planning import place_text, planned
+        from capd.distributed.tasks.question import Question
+
+        question = Question.of(gathered, 1.0, **asked)
+        plan = planned(series, question, task_bytes, selection.get("attempt", "latest"))
+        engine = engine_of(client, [place_text(self.path)])
+        check_memory(plan.largest, plan.largest_name, engine.memory_limit)
+        return gather_on(engine, plan, gathered)
 
 
 def open_run(place: str | os.PathLike[str] | Address) -> OpenRun:

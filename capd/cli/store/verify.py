@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from capd.cli.completion import store_paths
+from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.progress import StatusLine
+from capd.cli.scheduling import ClusterOptions
 from capd.cli.stores import Given, default_store, is_run
 from capd.errors import ConfigError, NotAStore, NothingMatched, RemovedRun, StoreBusy, StoreError
 from capd.store.objects.address import Address, place_of
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+@grouped
 def verify(
     store: Annotated[
         Given | None,
@@ -57,7 +60,13 @@ def verify(
             "--listing", help="Of a run in an object store, check only names and sizes of the objects."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    cluster: ClusterOptions,
+    workers: Annotated[
+        int | None,
+        option("--workers", "N", "Threads or processes that check [default: the CPUs].", min=1, max=1024),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Check every checksum of a run, and that its files agree. Exit with 4 if there is damage.
 
@@ -78,6 +87,8 @@ def verify(
                 f"{store} is in an object store, which --repair, --rebuild-catalog and --adopt do not change; "
                 "bring the run here with `capd cp`, repair it, and upload it to another place"
             )
+        if cluster.is_used:
+            raise ConfigError("--scheduler checks runs on a file system; a run in an object store is checked by threads")
         _verify_remote(store, listing=listing, as_json=as_json)
     if listing:
         raise ConfigError("--listing is for a run in an object store; a run on this machine has no listing")
@@ -88,7 +99,7 @@ def verify(
     if rebuild or adopt is not None:
         with _warnings_on_stderr():
             changed = list(_change(runs, adopt=adopt))
-    reports = [_check(run) for run in runs]
+    reports = _check_all(runs, cluster, workers)
     if as_json:
         print_json(_plain(reports, changed, []))
     else:
@@ -223,11 +234,27 @@ def _draw(line: StatusLine, name: str, nbytes: int) -> None:
     line.draw(f"{name}: {human_nbytes(nbytes)} checked")
 
 
-def _check(run: Path) -> Report:
+def _check_all(runs: list[Path], cluster: ClusterOptions, workers: int | None) -> list[Report]:
+    if not cluster.is_used:
+        return [_check(run, threads=workers) for run in runs]
+    from capd.distributed.tasks.planning import place_text
+    from capd.server.limits import usable_cpus
+
+    cluster.refuse_checkpoint("a check")
+    task_nbytes, number = cluster.task_nbytes, workers or max(1, round(usable_cpus()))
+    with cluster.engine(number, [place_text(run) for run in runs]) as engine:
+        from capd.distributed.cluster.verifying import checks_on
+
+        return [_check(run, check_each=checks_on(engine, run, task_nbytes)) for run in runs]
+
+
+def _check(run: Path, **how: Any) -> Report:
     from capd.store.verify.run import verify_run
 
     with StatusLine() as line:
-        return verify_run(run, progress=partial(_draw, line, run.name))
+        return verify_run(
+            run, progress=partial(_draw, line, run.name), **how
+        )
 
 
 def _print(reports: list[Report]) -> None:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -101,6 +101,8 @@ def _form(kind: Any) -> _Form:
         return _scalar(kind)
     if origin in (Union, types.UnionType):
         return _union(args)
+    if origin is Literal:
+        return _Form(lambda value: value, lambda found: _one_of(found, args))
     if origin is tuple and args[-1] is not Ellipsis:
         return _together([_form(one) for one in args], tuple)
     if origin in (list, tuple, Sequence):
@@ -151,6 +153,12 @@ def _scalar(kind: Any) -> _Form:
 def _checked(found: Any, *kinds: type) -> Any:
     if type(found) not in kinds:
         raise Damaged(f"a partial result has {type(found).__name__} in the place of {kinds[0].__name__}")
+    return found
+
+
+def _one_of(found: Any, words: tuple[Any, ...]) -> Any:
+    if found not in words:
+        raise Damaged(f"a partial result has none of {', '.join(map(str, words))} where one of them belongs")
     return found
 
 

@@ -13,6 +13,7 @@ from capd.distributed.tasks.question import Question
 from capd.distributed.tasks.task import Part, Plan
 from capd.errors import ConfigError, StoreError
 from capd.io.items import NamedSeries
+from capd.store.read.store import open_store
 from capd_client.config.sizes import parse_size
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.statistics_row import ROW_VALUES
@@ -36,9 +37,13 @@ def planned(
     """
     tasks: list[list[Part]] = []
     room, largest = 0, (0, "")
+    ids: dict[str, str] = {}
     for named in series:
         largest = max(largest, (_largest(named), named.name), key=lambda one: one[0])
-        for part in _parts(named, task_nbytes, attempt):
+        place = place_text(named.series.run)
+        if place not in ids:
+            ids[place] = open_store(place).run_id
+        for part in _parts(named, task_nbytes, attempt, ids[place]):
             if not tasks or part.bytes > room:
                 tasks.append([])
                 room = task_nbytes
@@ -69,12 +74,12 @@ def _largest(named: NamedSeries) -> int:
     return prod(one.shape[1:]) * ITEM_NBYTES[one.dtype] if one.kept == "tensor" else 8 * ROW_VALUES
 
 
-def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str) -> Iterator[Part]:
+def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str, run_id: str) -> Iterator[Part]:
     one, numbers = named.series, named.numbers
     of = 0 if isinstance(numbers, StoreError) else len(numbers)
     shared: dict[str, Any] = {
-        "run": place_text(one.run), "series": one.path, "node": one.node, "attempt": attempt, "name": named.name,
-        "turn": named.turn, "of": of, "place": tuple(named.first), "label": named.label,
+        "run": place_text(one.run), "run_id": run_id, "series": one.path, "node": one.node, "attempt": attempt,
+        "name": named.name, "turn": named.turn, "of": of, "place": tuple(named.first), "label": named.label,
     }  # fmt: skip
     if isinstance(numbers, StoreError):
         yield Part(first=0, last=0, bytes=0, **shared)

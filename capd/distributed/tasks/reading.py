@@ -27,7 +27,9 @@ def items_of_task(task: Task) -> Iterator[Item]:
     """Yield the records of a task. Raises StoreError if a run is not what it was when the task was planned."""
     kept: dict[tuple[str, ...], Series] = {}
     for part in task.parts:
-        opened = _series(part.run, task.plan, part.attempt)
+        run_id, opened = _opened(part.run, task.plan, part.attempt)
+        if run_id != part.run_id:
+            raise StoreError(f"{part.run} is run {run_id}, no longer {part.run_id}; plan the tasks again")
         place = (part.run, part.node, part.series)
         if place[1:] not in opened:
             raise StoreError(f"{part.run} has no series {part.series} any more; plan the tasks again")
@@ -53,9 +55,10 @@ def _named(part: Part, series: Series) -> NamedSeries:
 
 
 @lru_cache(_MOST_RUNS)
-def _series(run: str, plan: str, attempt: int | str) -> Mapping[tuple[str, str], Series]:
-    """Return the series of a run by node and path, opened once for each plan."""
-    return {(one.node, one.path): one for one in open_store(run).find(attempt=attempt)}
+def _opened(run: str, plan: str, attempt: int | str) -> tuple[str, Mapping[tuple[str, str], Series]]:
+    """Return the id of a run, and its series by node and path. It is opened once for each plan."""
+    store = open_store(run)
+    return store.run_id, {(one.node, one.path): one for one in store.find(attempt=attempt)}
 
 
 def reader_of(plan: str, reference: Reference) -> partial[NDArray[np.generic]]:
@@ -65,7 +68,7 @@ def reader_of(plan: str, reference: Reference) -> partial[NDArray[np.generic]]:
 
 def _read(plan: str, reference: Reference) -> NDArray[np.generic]:
     run, node, path, number = reference
-    series = _series(run, plan, "all").get((node, path))
+    series = _opened(run, plan, "all")[1].get((node, path))
     if series is None:
         raise StoreError(f"{run} has no series {path} any more")
     return series.fresh().read(number)

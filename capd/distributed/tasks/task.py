@@ -19,6 +19,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         run: The path or the address of the run.
+        run_id: Its id.
         series: The path of the series in the run.
         first, last: The records: their places in the series, the last one excluded.
         bytes: Their elements in bytes.
@@ -32,6 +33,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     run: str
+    run_id: str = ""
     series: str
     first: int
     last: int

@@ -12,11 +12,11 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias, Union
 
 from capd.errors import NotAStore, RemovedRun, StoreError
 from capd.store.disk.layout import series_on_disk
@@ -29,7 +29,10 @@ from capd.store.verify.series import SeriesPromise, promise_of
 from capd.store.verify.shard import check_shard
 from capd.store.verify.tree import foreign_files, group_documents, group_problem
 
-__all__ = ["Present", "run_identity", "verify_run"]
+__all__ = [
+    "Check", "CheckEach", "Present", "Shard", "all_ids", "check_shards_here", "check_twice", "run_identity",
+    "verify_run",
+]  # fmt: skip
 
 Present: TypeAlias = Callable[[SeriesHeader, int], AbstractContextManager[None]]
 """Makes the file of a shard present for the time of a check."""
@@ -44,12 +47,38 @@ def _is_present(_header: SeriesHeader, _shard: int) -> AbstractContextManager[No
 _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError, RecursionError)
 
 
+class Shard(NamedTuple):
+    """A shard to check: the promise of its series, and its number."""
+
+    promise: SeriesPromise
+    number: int
+
+    @property
+    def path(self) -> str:
+        """The path of the series."""
+        return self.promise.header.path
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its file, 0 without one."""
+        try:
+            return self.promise.files[self.number].stat().st_size
+        except (KeyError, OSError):
+            return 0
+
+
+Check = Union[Shard, Report]
+"""A shard, or what was found in the metadata of a series."""
+CheckEach = Callable[[Iterable[Check]], Iterable[Report]]
+
+
 def verify_run(
     run: Path,
     *,
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
     present: Present = _is_present,
+    check_each: CheckEach | None = None,
 ) -> Report:
     """Check everything in a run.
 
@@ -58,6 +87,7 @@ def verify_run(
         progress: A function that is called with the bytes read so far.
         threads: The number of threads. None: one per CPU core, at most 8.
         present: What makes the file of a shard present while it is checked.
+        check_each: Checks shards and yields what it found in each, in order. None: `check_shards_here`.
 
     Raises:
         NotAStore: The directory is not a run, or its format is newer.
@@ -65,8 +95,7 @@ def verify_run(
     """
     report = Report(run)
     # The two differ if somebody renamed the run.
-    ids = frozenset({run_identity(run, report), run.stem, *_merged_ids(run)})
-    threads = threads or min(8, len(os.sched_getaffinity(0)))
+    ids = all_ids(run, run_identity(run, report))
     nodes = [look_at_node(run, directory, ids) for directory in sorted((run / ".capd").glob("node=*"))]
     if any(node.report.damaged for node in nodes):
         time.sleep(_SECOND_LOOK_S)
@@ -75,16 +104,10 @@ def verify_run(
         report.add(node.report)
     for group, problem in group_documents(run):
         report.find("metadata", group, problem)
-    with ThreadPoolExecutor(threads, thread_name_prefix="capd-verify") as pool:
-        waiting: deque[Future[Report]] = deque()
-        for path in _series_paths(run, nodes):
-            report.series += 1
-            for check in _checks_of(run, ids, path, nodes, present):
-                waiting.append(pool.submit(_twice, check))
-                while len(waiting) > 4 * threads:
-                    _collect(waiting, report, progress)
-        while waiting:
-            _collect(waiting, report, progress)
+    for found in (check_each or check_shards_here(threads, present))(_checks(run, ids, nodes, report)):
+        report.add(found)
+        if progress is not None:
+            progress(report.nbytes)
     report.notes += [f"{path}: is not part of the run" for path in foreign_files(run)]
     report.damaged.sort(key=lambda d: (d.series, d.records[:1], d.file, d.offset or 0))
     return report
@@ -122,6 +145,11 @@ def run_identity(run: Path, report: Report | None = None) -> str:
         return run.stem
 
 
+def all_ids(run: Path, run_id: str) -> frozenset[str]:
+    """Return the run ids that the files of a run may name: its own, that of its directory, those of merged runs."""
+    return frozenset({run_id, run.stem, *_merged_ids(run)})
+
+
 def _merged_ids(run: Path) -> frozenset[str]:
     try:
         return run_ids(run)
@@ -139,17 +167,34 @@ def _is_ours(run: Path) -> bool:
     return not newer and any((run / ".capd").glob("node=*"))
 
 
-def _collect(waiting: deque[Future[Report]], report: Report, progress: Callable[[int], None] | None) -> None:
-    report.add(waiting.popleft().result())
-    if progress is not None:
-        progress(report.nbytes)
+def check_shards_here(threads: int | None, present: Present = _is_present) -> CheckEach:
+    """Return what checks shards in threads of this process. None: one per CPU core, at most 8.
+
+    `present` makes the file of a shard present while it is checked.
+    """
+    number = threads or min(8, len(os.sched_getaffinity(0)))
+
+    def check_each(checks: Iterable[Check]) -> Iterator[Report]:
+        with ThreadPoolExecutor(number, thread_name_prefix="capd-verify") as pool:
+            waiting: deque[Future[Report]] = deque()
+            for check in checks:
+                waiting.append(pool.submit(check_twice, check, present))
+                while len(waiting) > 4 * number:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    return check_each
 
 
-def _twice(check: Callable[[], Report]) -> Report:
-    found = check()
+def check_twice(check: Check, present: Present = _is_present) -> Report:
+    """Check a shard. If it is damaged, check it again a moment later: a daemon may have been writing it."""
+    if isinstance(check, Report):
+        return check
+    found = _shard(*check, present)
     if found.damaged:
         time.sleep(_SECOND_LOOK_S)
-        found = check()
+        found = _shard(*check, present)
     return found
 
 
@@ -163,16 +208,14 @@ def _series_paths(run: Path, nodes: list[NodePromise]) -> list[str]:
     return sorted(on_disk | told)
 
 
-def _checks_of(
-    run: Path, ids: frozenset[str], path: str, nodes: list[NodePromise], present: Present
-) -> Iterator[Callable[[], Report]]:
-    """Yield one check for the metadata of a series, and one for each of its shards."""
-    promise, found = promise_of(run, ids, path, nodes)
-    yield lambda: found
-    if promise is None:
-        return
-    for number in promise.shards():
-        yield lambda number=number: _shard(promise, number, present)  # type: ignore[misc]
+def _checks(run: Path, ids: frozenset[str], nodes: list[NodePromise], report: Report) -> Iterator[Check]:
+    """Yield for each series what was found in its metadata, then its shards. Count the series in the report."""
+    for path in _series_paths(run, nodes):
+        report.series += 1
+        promise, found = promise_of(run, ids, path, nodes)
+        yield found
+        if promise is not None:
+            yield from (Shard(promise, number) for number in promise.shards())
 
 
 def _shard(promise: SeriesPromise, number: int, present: Present) -> Report:
