@@ -165,6 +165,8 @@ def _one_of(found: Any, words: tuple[Any, ...]) -> Any:
 def _union(args: tuple[Any, ...]) -> _Form:
     others = [one for one in args if one not in _SCALARS]
     if not others:
+        # Python calls whole numbers floats, too.
+        args = (*args, int) if float in args else args
         return _Form(
             lambda value: _packed_int(value) if type(value) is int else value,
             lambda found: _checked(found, *args),

@@ -1,0 +1,119 @@
+"""Threads, processes and a Dask cluster give the same result, to the byte."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit import forking
+from tests.kit.cluster.dask_cluster import DaskCluster
+from tests.kit.cluster.sources import varied_run
+from tests.kit.store.cli import Result, damaged, run_capd
+
+SMALL = ("--task-bytes", "20KiB")
+VERBS = {
+    "verdict": ("compare", "{a}", "--json"),
+    "groups": ("compare", "{root}", "--all-runs", "--by", "layer,tensor_name", "--per-block", "--json"),
+    "sample": ("compare", "{a}", "--sample", "30%", "--json"),
+    "sweep": ("compare", "{a}", "--sweep-scale", "--json"),
+    "pairs": ("compare", "{a}", "{b}", "--records", "--json"),
+    "first": ("compare", "{a}", "{b}", "--first-divergence", "--json"),
+    "between": ("compare", "{a}", "--between", "layer=0,1", "--ignore", "module", "--json"),
+    "verify": ("verify", "{root}", "--json"),
+    "damaged": ("compare", "{damaged}", "--json"),
+    "verify damaged": ("verify", "{damaged}", "--json"),
+}
+FAST = ("verdict", "pairs", "verify damaged")
+ROWS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VERBS]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("captures")
+    runs = {name: varied_run(root, name, seed=seed) for seed, name in enumerate(("a", "b"))}
+    return {"root": root, **runs, "damaged": damaged(tmp_path_factory.mktemp("damaged"))}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskCluster]:
+    with DaskCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+def done(places: dict[str, Path], verb: str, *options: str) -> Result:
+    return run_capd(*(word.format(**places) for word in VERBS[verb]), *options)
+
+
+@pytest.mark.parametrize("verb", ROWS)
+def test_a_cluster_prints_what_threads_print(
+    places: dict[str, Path], cluster: DaskCluster, verb: str
+) -> None:
+    here = done(places, verb)
+
+    assert done(places, verb, "--scheduler", cluster.address, *SMALL) == here
+    assert here.code == (4 if "damaged" in verb else 0)
+
+
+@pytest.mark.parametrize("verb", ["groups", pytest.param("first", marks=pytest.mark.slow)])
+def test_processes_print_what_threads_print(places: dict[str, Path], verb: str) -> None:
+    assert done(places, verb, "--scheduler", "processes", "--workers", "2", *SMALL) == done(places, verb)
+
+
+def test_a_report_is_the_same_page(places: dict[str, Path], cluster: DaskCluster, tmp_path: Path) -> None:
+    runs = (places["a"], places["b"])
+    pages = []
+    for number, options in enumerate([(), ("--scheduler", str(cluster.file), *SMALL)]):
+        page = tmp_path / f"{number}.html"
+        assert run_capd("report", *runs, "-o", page, *options).code == 0
+        pages.append(page.read_bytes())
+    assert pages[0] == pages[1]
+
+
+IN_PYTHON = """
+import json, sys
+import capd
+from distributed import Client
+run = capd.open(sys.argv[1])
+with Client(sys.argv[2], set_as_default=False) as client:
+    there = run.compare(["mxfp8", "hifp8"], by=("layer",), client=client, task_bytes=20_000, quant_type="bf16")
+here = run.compare(["mxfp8", "hifp8"], by=("layer",), quant_type="bf16")
+print(json.dumps([there.equals(here), len(here)]))
+"""
+
+
+def test_a_client_gives_the_same_table(places: dict[str, Path], cluster: DaskCluster) -> None:
+    done = forking.run(
+        [sys.executable, "-c", IN_PYTHON, str(places["a"]), cluster.address],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, 6]
+
+
+ANYWHERE = """
+import json, multiprocessing, sys
+import capd
+if __name__ == "__main__":
+    tasks = json.load(open(sys.argv[1]))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        # Each task runs twice, in any order.
+        results = list(pool.imap_unordered(capd.run_task, [*tasks, *tasks[::-1]]))
+    print(json.dumps(capd.partial_document(capd.merge_partials(results))["all"]))
+"""
+
+
+def test_tasks_run_in_an_engine_of_the_users_own(places: dict[str, Path], tmp_path: Path) -> None:
+    tasks, script = tmp_path / "tasks.json", tmp_path / "engine.py"
+    tasks.write_text(run_capd("plan-tasks", places["a"], "--task-bytes", "60KiB", "--json").out)
+    script.write_text(ANYWHERE)
+    assert len(json.loads(tasks.read_text())) > 3
+
+    done = forking.run(
+        [sys.executable, str(script), str(tasks)], capture_output=True, text=True, timeout=100, check=True
+    )
+
+    compared = run_capd("compare", places["a"], "--json").json["all"]
+    assert json.loads(done.stdout) == compared

@@ -1,0 +1,1 @@
+"""Runs with many series for tasks, and Dask schedulers and workers as users start them."""

@@ -1,0 +1,100 @@
+"""The parts of a cluster that need none: the tree of merges, and the checkpoint."""
+
+from __future__ import annotations
+
+import random
+import stat
+from pathlib import Path
+
+import pytest
+
+from capd.distributed.cluster.checkpoint import Checkpoint
+from capd.distributed.cluster.checks import check_memory
+from capd.distributed.cluster.settings import ClusterSettings
+from capd.distributed.cluster.tree import FAN_IN, MergeTree
+from capd.errors import ConfigError, StoreBusy
+
+PLAN = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 8, 9, 64, 65, 200])
+def test_a_tree_merges_each_leaf_once_in_order_a_few_at_a_time(leaves: int) -> None:
+    widest = 0
+
+    def merge(nodes: list[list[int]]) -> list[int]:
+        nonlocal widest
+        widest = max(widest, len(nodes))
+        return [leaf for node in nodes for leaf in node]
+
+    tree = MergeTree(leaves, merge)
+    order = list(range(leaves))
+    random.Random(leaves).shuffle(order)
+    for leaf in order:
+        assert leaves == 1 or tree.root is None
+        tree.add(leaf, [leaf])
+
+    assert tree.root == list(range(leaves))
+    assert widest <= FAN_IN
+
+
+def test_a_checkpoint_has_all_that_was_added_and_nothing_that_was_cut_off(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "checkpoint"
+    with Checkpoint(place, PLAN) as log:
+        log.add(3, b"three" * 100)
+        log.add(0, b"")
+    whole = (place / "partials.log").read_bytes()
+
+    for cut in (0, 1, 15, 16):
+        (place / "partials.log").write_bytes(whole[: len(whole) - cut])
+        with Checkpoint(place, PLAN) as log:
+            assert log.result(3) == b"three" * 100
+            assert log.tasks == ({0, 3} if cut == 0 else {3})
+            log.add(5, b"five")
+        with Checkpoint(place, PLAN) as log:
+            assert (log.result(5), log.result(3)) == (b"five", b"three" * 100)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert stat.S_IMODE((place / "partials.log").stat().st_mode) == 0o600
+
+
+def test_a_changed_byte_ends_what_a_checkpoint_has(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, PLAN) as log:
+        log.add(0, b"a" * 50)
+        log.add(1, b"b" * 50)
+    path = tmp_path / "partials.log"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+    with Checkpoint(tmp_path, PLAN) as log:
+        assert log.tasks == {0}
+
+
+def test_a_checkpoint_of_another_plan_or_another_process_is_refused(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, PLAN) as log:
+        log.add(0, b"mine")
+        with pytest.raises(StoreBusy, match="another analysis"):
+            Checkpoint(tmp_path, PLAN)
+    with pytest.raises(ConfigError, match="checkpoint of another plan"):
+        Checkpoint(tmp_path, PLAN[::-1])
+    with Checkpoint(tmp_path, PLAN) as log:
+        assert log.result(0) == b"mine"
+    (tmp_path / "partials.log").write_text("somebody's notes")
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        Checkpoint(tmp_path, PLAN)
+    assert (tmp_path / "partials.log").read_text() == "somebody's notes"
+
+
+def test_a_record_that_does_not_fit_a_worker_is_refused_with_what_it_needs() -> None:
+    check_memory(1 << 20, "small", 80 << 20)
+    check_memory(1 << 40, "without a limit", None)
+    with pytest.raises(
+        ConfigError, match=r"large, 100\.0 MiB, needs 664\.0 MiB.* give --memory-limit 664MiB"
+    ):
+        check_memory(100 << 20, "large", 600 << 20)
+
+
+def test_a_scheduler_that_is_none_is_refused(tmp_path: Path) -> None:
+    for word, message in (("spark", "use threads, processes"), (str(tmp_path / "no.json"), "no such file")):
+        with pytest.raises(ConfigError, match=message):
+            ClusterSettings(scheduler=word)
+    ClusterSettings(scheduler="tcp://127.0.0.1:8786")
