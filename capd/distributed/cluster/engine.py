@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from capd.errors import CapdError
 from capd.store.read.series import import_extra
 
-__all__ = ["Engine", "LostTask"]
+__all__ = ["Engine", "Job", "LostTask"]
 
 # It types only some of its calls.
 distributed: Any = import_extra("distributed", "distributed")
@@ -25,6 +25,14 @@ class LostTask(NamedTuple):
     """A task whose workers died, and why that is known."""
 
     reason: str
+
+
+class Job(NamedTuple):
+    """What runs on a worker. `place`: its place in a tree of merges, the level and the number."""
+
+    place: tuple[int, int]
+    function: Callable[[Any], bytes]
+    argument: Any
 
 
 class Engine:
@@ -47,26 +55,35 @@ class Engine:
         return self.client.submit(function, *arguments, key=key, retries=self._retries, pure=False)
 
     def unordered(
-        self, function: Callable[[bytes], bytes], tasks: Iterable[tuple[int, bytes]]
-    ) -> Generator[tuple[int, Future], None, None]:
-        """Run numbered tasks. Yield each with its number when it has ended."""
-        numbers: dict[Future, int] = {}
-        waiting: Any = distributed.as_completed(loop=self.client.loop, raise_errors=False)
-        rest = iter(tasks)
+        self, take: Callable[[], Job | None]
+    ) -> Generator[tuple[Job, bytes | LostTask], None, None]:
+        """Run jobs. Yield each with its outcome when it has ended.
 
-        def feed(count: int) -> None:
-            for number, task in itertools.islice(rest, count):
-                future = self.submit(function, task)
-                numbers[future] = number
+        `take` returns the next job, or None as long as there is none. It is asked again when another one has ended.
+
+        Raises:
+            CapdError: As `outcome` does.
+        """
+        running: dict[Future, Job] = {}
+        waiting: Any = distributed.as_completed(loop=self.client.loop, raise_errors=False)
+        width = self._width
+
+        def feed() -> None:
+            while len(running) < width and (job := take()) is not None:
+                future = self.submit(job.function, job.argument)
+                running[future] = job
                 waiting.add(future)
 
         try:
-            feed(self._width)
+            feed()
             for future in waiting:
-                feed(1)
-                yield numbers.pop(future), future
+                found = self.outcome(future)
+                yield running.pop(future), found
+                # A result does not stay on a worker, where it could be lost again.
+                del future
+                feed()
         finally:
-            self.client.cancel(list(numbers))
+            self.client.cancel(list(running))
 
     def ordered(
         self, function: Callable[[bytes], bytes], tasks: Iterable[bytes]

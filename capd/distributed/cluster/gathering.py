@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from capd.distributed.cluster.engine import Engine, LostTask
+from capd.distributed.cluster.engine import Engine, Job, LostTask
 from capd.distributed.cluster.tree import MergeTree
 from capd.distributed.tasks.partial import finished
 from capd.distributed.tasks.products import call_bytes, call_result, run_call
 from capd.distributed.tasks.reading import reader_of
 from capd.distributed.tasks.running import merge_partials, partial_of_parts, partial_without, run_task
 from capd.distributed.tasks.task import Plan, Task
-from capd.errors import CapdError
 from capd.io.items import Skipped
 from capd.report.gather import GatheredRecords, finish
 from capd.report.products.linear_calls import Call
@@ -38,34 +38,69 @@ def gather_on(
     Raises:
         CapdError: A task failed for another reason than the death of its workers, or the cluster is gone.
     """
-    tree: MergeTree[Any] = MergeTree(len(plan.tasks), partial(engine.submit, merge_in_order))
-    done = frozenset() if checkpoint is None else checkpoint.tasks
-    for number in sorted(done):
-        tree.add(number, checkpoint.result(number) if checkpoint is not None else b"")
-        yield plan.tasks[number].bytes
-    rest = ((task.task, msgspec.json.encode(task)) for task in plan.tasks if task.task not in done)
-    lost: list[Task] = []
-    for number, future in engine.unordered(run_task, rest):
-        task = plan.tasks[number]
-        found = None
-        if checkpoint is not None or future.status != "finished":
-            found = engine.outcome(future)
-        if isinstance(found, LostTask):
-            lost.append(task)
-            continue
-        if checkpoint is not None and found is not None:
-            checkpoint.add(number, found)
-        tree.add(number, future)
-        yield task.bytes
+    work = _Work(engine, plan, checkpoint)
+    yield from work.done()
+    yield from work.run()
     # Nothing else runs now, so that a worker that dies tells on the task that killed it.
-    for task in lost:
-        result = partial_of_parts(task, run_parts(engine, task))
-        tree.add(task.task, result)
+    for task in work.lost:
+        work.put((0, task.task), partial_of_parts(task, run_parts(engine, task)))
         yield task.bytes
-    _end(engine, plan, gathered, tree.root)
+    yield from work.run()
+    if work.tree.root is not None:
+        gathered.extend(finished([work.tree.root], len(plan.tasks)))
+    if gathered.calls is not None:
+        gathered.calls.read_by(partial(reader_of, plan.identity))
     yield from gathered.skipped
-    products = finish(gathered, partial(_measured, engine, plan) if plan.question.formats else None)
-    yield from products
+    yield from finish(gathered, partial(_measured, engine, plan) if plan.question.formats else None)
+
+
+class _Work:
+    """The tasks of a plan and the merges of their results.
+
+    Results come back here, so that the death of a worker costs the tasks that it runs alone. Merges run on workers.
+    """
+
+    def __init__(self, engine: Engine, plan: Plan, checkpoint: Checkpoint | None) -> None:
+        self._engine, self._plan, self._checkpoint = engine, plan, checkpoint
+        self.tree, self.lost = MergeTree(len(plan.tasks)), list[Task]()
+        self._ready: deque[Job] = deque()
+        kept = frozenset() if checkpoint is None else checkpoint.tasks
+        self._rest = (
+            Job((0, task.task), run_task, msgspec.json.encode(task))
+            for task in plan.tasks
+            if task.task not in kept
+        )
+
+    def done(self) -> Iterator[int]:
+        """Take what the checkpoint has. Yield the bytes of each task."""
+        if self._checkpoint is not None:
+            for number in sorted(self._checkpoint.tasks):
+                self.put((0, number), self._checkpoint.result(number), keep=False)
+                yield self._plan.tasks[number].bytes
+
+    def run(self) -> Iterator[int]:
+        """Run what is there to run. Yield the bytes of each task that is done. `lost` has those that are not."""
+        for job, found in self._engine.unordered(self._take):
+            level, place = job.place
+            if level:
+                # What could not be merged there is merged here.
+                self.put(job.place, merge_in_order(job.argument) if isinstance(found, LostTask) else found)
+            elif isinstance(found, LostTask):
+                self.lost.append(self._plan.tasks[place])
+            else:
+                self.put(job.place, found)
+                yield self._plan.tasks[place].bytes
+
+    def put(self, place: tuple[int, int], result: bytes, *, keep: bool = True) -> None:
+        """Add the result of a task or a merge. `keep`: whether it enters the checkpoint, if it is a task's."""
+        if keep and place[0] == 0 and self._checkpoint is not None:
+            self._checkpoint.add(place[1], result)
+        group = self.tree.add(*place, result)
+        if group is not None:
+            self._ready.append(Job((group.level, group.place), merge_in_order, group.results))
+
+    def _take(self) -> Job | None:
+        return self._ready.popleft() if self._ready else next(self._rest, None)
 
 
 def run_parts(engine: Engine, task: Task) -> Iterator[bytes]:
@@ -78,17 +113,6 @@ def run_parts(engine: Engine, task: Task) -> Iterator[bytes]:
 def merge_in_order(partials: Sequence[bytes]) -> bytes:
     """Merge the partial results of neighbouring tasks. It runs on a worker."""
     return merge_partials(partials)
-
-
-def _end(engine: Engine, plan: Plan, gathered: GatheredRecords, root: Any) -> None:
-    if root is None:
-        return
-    whole = root if isinstance(root, bytes) else engine.outcome(root)
-    if isinstance(whole, LostTask):
-        raise CapdError(f"the results of the tasks could not be merged: {whole.reason}")
-    gathered.extend(finished([whole], len(plan.tasks)))
-    if gathered.calls is not None:
-        gathered.calls.read_by(partial(reader_of, plan.identity))
 
 
 def _measured(engine: Engine, plan: Plan, calls: Sequence[Call]) -> Iterable[Result]:

@@ -1,46 +1,57 @@
-"""A tree of merges on the workers. Each result enters it once, so no retry counts twice."""
+"""A tree of merges. Each result enters it once, so no retry counts twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
-__all__ = ["FAN_IN", "MergeTree"]
+__all__ = ["FAN_IN", "Group", "MergeTree"]
 
 FAN_IN = 8
-Node = TypeVar("Node")
 
 
-class MergeTree(Generic[Node]):
-    """Merges neighbours, `FAN_IN` at a time, as soon as all of them are there."""
+class Group(NamedTuple):
+    """Neighbours that can be merged now: the level and the place of their merge, and what is merged."""
 
-    def __init__(self, leaves: int, merge: Callable[[list[Node]], Node]) -> None:
-        """Begin without results.
+    level: int
+    place: int
+    results: list[bytes]
 
-        Args:
-            leaves: The number of results that will be added.
-            merge: Begins the merge of neighbours, and returns what will be their result.
-        """
-        self._merge = merge
-        # The number of nodes of each level, leaves first.
+
+class MergeTree:
+    """Tells which neighbours can be merged, `FAN_IN` at a time. It keeps no result that was merged.
+
+    Attributes:
+        root: The result of all leaves, once it is there.
+    """
+
+    def __init__(self, leaves: int) -> None:
+        """Begin a tree that gets so many results."""
+        # The number of results of each level, leaves first.
         self._sizes = [leaves]
         while self._sizes[-1] > 1:
             self._sizes.append(-(-self._sizes[-1] // FAN_IN))
-        self._waiting: dict[tuple[int, int], dict[int, Node]] = {}
-        self.root: Node | None = None
+        self._waiting: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self.root: bytes | None = None
 
-    def add(self, leaf: int, node: Node) -> None:
-        """Add the result of a leaf. A second one for the same leaf is left out."""
-        self._add(0, leaf, node)
+    def add(self, level: int, place: int, result: bytes) -> Group | None:
+        """Add the result of a leaf (level 0) or of a merge. What is added twice counts once.
 
-    def _add(self, level: int, at: int, node: Node) -> None:
+        Returns:
+            The neighbours that can be merged now, or None.
+        """
+        if (level, place) in self._seen:
+            return None
+        self._seen.add((level, place))
         if self._sizes[level] == 1:
-            self.root = node
-            return
-        group = at // FAN_IN
-        nodes = self._waiting.setdefault((level, group), {})
-        nodes.setdefault(at, node)
-        if len(nodes) == min(FAN_IN, self._sizes[level] - group * FAN_IN):
-            self._waiting[level, group] = {}
-            ordered = [nodes[one] for one in sorted(nodes)]
-            self._add(level + 1, group, self._merge(ordered) if len(ordered) > 1 else ordered[0])
+            self.root = result
+            return None
+        group = place // FAN_IN
+        results = self._waiting.setdefault((level, group), {})
+        results[place] = result
+        if len(results) < min(FAN_IN, self._sizes[level] - group * FAN_IN):
+            return None
+        del self._waiting[level, group]
+        if len(results) == 1:
+            return self.add(level + 1, group, result)
+        return Group(level + 1, group, [results[one] for one in sorted(results)])

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+def counting(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """A log of the tasks that begin, and the environment in which workers write it."""
     log, preload = tmp_path / "tasks.log", tmp_path / "counting.py"
     log.touch()
     preload.write_text(COUNTING.format(log=str(log)))
-    yield log, {"DASK_DISTRIBUTED__WORKER__PRELOAD": json.dumps([str(preload)])}
+    return log, {"DASK_DISTRIBUTED__WORKER__PRELOAD": json.dumps([str(preload)])}
 
 
 def begun(run: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
@@ -46,8 +45,9 @@ def begun(run: Path, *options: str, **environment: str) -> subprocess.Popen[str]
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     """The workers below a command: its children that run tasks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_for(log: Path, tasks: int, process: subprocess.Popen[str]) -> None:

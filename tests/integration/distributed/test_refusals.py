@@ -28,6 +28,14 @@ import capd._version, capd.distributed.cluster.workers as workers
 workers.__version__ = "0.0.1"
 """
 
+# A worker with another file system in the place of the store.
+HIDING = """
+import pathlib
+def is_dir(self, is_dir=pathlib.Path.is_dir):
+    return str(self) != {run!r} and is_dir(self)
+pathlib.Path.is_dir = is_dir
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -95,9 +103,7 @@ def test_a_worker_of_another_version_is_named_with_both(run: Path, tmp_path: Pat
 
 
 def test_a_worker_that_does_not_see_the_run_is_named(run: Path, tmp_path: Path) -> None:
-    # The worker finds another file system in the place of the store.
-    hide = f"import capd.store.read.store as store, pathlib\nopen_dir = pathlib.Path.is_dir\npathlib.Path.is_dir = lambda self: str(self) != {os.fspath(run)!r} and open_dir(self)\n"
-    (tmp_path / "hide.py").write_text(hide)
+    (tmp_path / "hide.py").write_text(HIDING.format(run=os.fspath(run)))
     with DaskCluster(tmp_path, 1, preload=str(tmp_path / "hide.py")) as cluster:
         result = run_capd("report", run, "-o", tmp_path / "r.html", "--scheduler", str(cluster.file))
 

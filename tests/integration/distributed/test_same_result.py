@@ -90,7 +90,7 @@ def test_a_client_gives_the_same_table(places: dict[str, Path], cluster: DaskClu
         [sys.executable, "-c", IN_PYTHON, str(places["a"]), cluster.address],
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, 6]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, 4]
 
 
 ANYWHERE = """

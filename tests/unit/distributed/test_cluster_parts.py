@@ -19,22 +19,18 @@ PLAN = "0123456789abcdef" * 2
 
 @pytest.mark.parametrize("leaves", [1, 2, 8, 9, 64, 65, 200])
 def test_a_tree_merges_each_leaf_once_in_order_a_few_at_a_time(leaves: int) -> None:
-    widest = 0
-
-    def merge(nodes: list[list[int]]) -> list[int]:
-        nonlocal widest
-        widest = max(widest, len(nodes))
-        return [leaf for node in nodes for leaf in node]
-
-    tree = MergeTree(leaves, merge)
+    tree = MergeTree(leaves)
     order = list(range(leaves))
     random.Random(leaves).shuffle(order)
     for leaf in order:
-        assert leaves == 1 or tree.root is None
-        tree.add(leaf, [leaf])
+        assert tree.root is None
+        for _ in range(2):
+            group = tree.add(0, leaf, bytes([leaf]))
+            while group is not None:
+                assert 2 <= len(group.results) <= FAN_IN
+                group = tree.add(group.level, group.place, b"".join(group.results))
 
-    assert tree.root == list(range(leaves))
-    assert widest <= FAN_IN
+    assert tree.root == bytes(range(leaves))
 
 
 def test_a_checkpoint_has_all_that_was_added_and_nothing_that_was_cut_off(tmp_path: Path) -> None:
