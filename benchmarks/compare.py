@@ -41,7 +41,7 @@ from capd.analyze.scale_sweep import SWEEP_ELEMENTS, sweep_scales
 from capd.io.items import items_of_runs
 from capd.io.pairs import matched
 from capd.io.sides import run_side
-from capd.report.differences import Differences, compare_each
+from capd.report.differences import Differences, compare_each, compared_here
 from capd.report.gather import GatheredRecords, gather
 from capd.server.heap import settled_heap
 
@@ -103,7 +103,7 @@ def _pairs(run: str) -> int:
     sides = run_side(Path(run), []), run_side(Path(run), [])
     pairing = matched(sides[0].entries()[0], sides[1].entries()[0], ())
     found = Differences(*sides, by=("tensor_name",))
-    seen = list(compare_each(pairing, found, threads=_cpus(), until_first=False))
+    seen = list(compare_each(pairing, found, compared_here(*sides, _cpus()), until_first=False))
     assert found.whole.identical == len(seen)
     return sum(nbytes for nbytes in seen if isinstance(nbytes, int))
 

@@ -45,27 +45,21 @@ def opened_engine(settings: ClusterSettings, places: Sequence[str]) -> Iterator[
         client = stack.enter_context(
             _own(settings) if settings.scheduler == PROCESSES else _foreign(settings.scheduler)
         )
-        yield engine_of(
-            client,
-            places,
-            retries=settings.retries,
-            memory_limit=settings.memory_limit,
-            is_own=settings.scheduler == PROCESSES,
-        )
+        is_own = settings.scheduler == PROCESSES
+        _check_workers(client, places)
+        _set_up(client, is_own=is_own, settles=settings.settles_heap)
+        yield _engine(client, settings.retries, settings.memory_limit)
 
 
-def engine_of(
-    client: _Client,
-    places: Sequence[str],
-    *,
-    retries: int = 2,
-    memory_limit: int | None = None,
-    is_own: bool = False,
-) -> Engine:
+def engine_of(client: _Client, places: Sequence[str]) -> Engine:
     """Check the workers of a client, set them up, and return what feeds them. Raises CapdError as `opened_engine`."""
-    from capd.distributed.cluster.checks import check_sight, check_versions, least_limit
-    from capd.distributed.cluster.engine import Engine
-    from capd.distributed.cluster.workers import SettledWorker
+    _check_workers(client, places)
+    _set_up(client, is_own=False, settles=True)
+    return _engine(client, ClusterSettings.retries, None)
+
+
+def _check_workers(client: _Client, places: Sequence[str]) -> None:
+    from capd.distributed.cluster.checks import check_sight, check_versions
 
     try:
         client.wait_for_workers(1, timeout=_WORKER_S)
@@ -73,7 +67,18 @@ def engine_of(
         raise CapdError(f"{client.scheduler.address} has no worker; start some with `dask worker`") from None
     check_versions(client)
     check_sight(client, places)
-    client.register_plugin(SettledWorker(is_own=is_own))
+
+
+def _set_up(client: _Client, *, is_own: bool, settles: bool) -> None:
+    from capd.distributed.cluster.workers import SettledWorker
+
+    client.register_plugin(SettledWorker(is_own=is_own, settles=settles))
+
+
+def _engine(client: _Client, retries: int, memory_limit: int | None) -> Engine:
+    from capd.distributed.cluster.checks import least_limit
+    from capd.distributed.cluster.engine import Engine
+
     return Engine(client, retries=retries, memory_limit=memory_limit or least_limit(client))
 
 

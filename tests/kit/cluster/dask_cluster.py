@@ -44,6 +44,11 @@ if running.run_task.__name__ == "run_task":
 """
 
 
+def said(err: str) -> list[str]:
+    """What a command said on stderr, without the progress that it tells each ten seconds of a slow machine."""
+    return [line for line in err.splitlines() if not line.startswith('{"progress": ')]
+
+
 class DaskCluster:
     """A scheduler with some workers of one thread. Leaving the block ends all of them."""
 

@@ -66,9 +66,14 @@ def plan_of(items: Items, task_nbytes: int, share: float = 1.0) -> Plan:
     return planned(items.series, Question.of(empty(share), share, **ASKED), task_nbytes)
 
 
-@pytest.mark.parametrize("source", [one_run, all_runs, side_by_side])
+@pytest.mark.parametrize("source", [one_run, pytest.param(all_runs, marks=pytest.mark.slow), side_by_side])
 @pytest.mark.parametrize(
-    ("share", "task_nbytes"), [(1.0, 9000), pytest.param(0.3, 60_000, marks=pytest.mark.slow)]
+    ("share", "task_nbytes"),
+    [
+        (1.0, 60_000),
+        pytest.param(1.0, 9000, marks=pytest.mark.slow),
+        pytest.param(0.3, 20_000, marks=pytest.mark.slow),
+    ],
 )
 def test_tasks_find_what_one_pass_finds_whatever_the_cut_and_the_order(
     runs: list[Path], source: Any, share: float, task_nbytes: int

@@ -1,0 +1,1 @@
+"""The speed of distributed analysis, measured on this machine and predicted for clusters."""
