@@ -18,7 +18,7 @@ from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 from capd.store.objects.address import Address, RunPlace, place_of
 
 if TYPE_CHECKING:
-    from capd.distributed.tasks.task import Plan
+    from capd.distributed.tasks.task import TaskPlan
     from capd.io.items import Items
     from capd.report.gather import GatheredRecords
 
@@ -134,7 +134,7 @@ class Sources:
                     progress.say(f"skipped {seen.name}: {seen.reason}")
                 progress.add(0 if isinstance(seen, Skipped) else seen)
 
-    def plan(self, gathered: GatheredRecords, task_nbytes: int, **asked: Any) -> Plan:
+    def plan(self, gathered: GatheredRecords, task_nbytes: int, **asked: Any) -> TaskPlan:
         """Return the tasks that gather all records. Raises ConfigError for tensor files."""
         from capd.distributed.tasks.planning import planned
         from capd.distributed.tasks.question import Question

@@ -32,8 +32,20 @@ from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
-    "UNREADABLE", "Item", "Items", "Loaded", "NamedSeries", "Place", "Skipped", "Test", "items_of", "items_of_files",
-    "items_of_runs", "items_of_series", "items_within", "skipped",
+    "UNREADABLE",
+    "Item",
+    "Items",
+    "Loaded",
+    "NamedSeries",
+    "Skipped",
+    "SourcePlace",
+    "Test",
+    "items_of",
+    "items_of_files",
+    "items_of_runs",
+    "items_of_series",
+    "items_within",
+    "skipped",
 ]  # fmt: skip
 
 UNREADABLE = (CapdError, OSError, RuntimeError, MemoryError)
@@ -75,7 +87,7 @@ class Loaded:
         return None
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """The place of a record in its source: the number of its key and dtype, and of the record among theirs."""
 
     series: int
@@ -101,7 +113,7 @@ class Item:
     load: Callable[[], Loaded | None]
     read: Callable[[], NDArray[np.generic]] | None = None
     is_sampled: bool = True
-    place: Place | None = None
+    place: SourcePlace | None = None
     reference: tuple[str, str, str, int] | None = None
 
 
@@ -150,7 +162,7 @@ class NamedSeries:
     series: Series
     numbers: Sequence[int] | StoreError
     turn: int
-    first: Place
+    first: SourcePlace
     label: str = ""
 
 
@@ -180,11 +192,11 @@ def items_of_runs(
 
 def items_of_series(named: Iterable[tuple[str, Series]], share: float = 1.0) -> Items:
     """Return the records of series, each with the name that messages give it. `share` of them are sampled."""
-    places: dict[tuple[Key, str], Place] = {}
+    places: dict[tuple[Key, str], SourcePlace] = {}
     series = []
     for turn, (name, one) in enumerate(named):
         numbers, identity = _numbers(one), (one.key, one.dtype)
-        place = places.setdefault(identity, Place(len(places), 0))
+        place = places.setdefault(identity, SourcePlace(len(places), 0))
         series.append(NamedSeries(name, one, numbers, turn, place))
         places[identity] = place._replace(record=place.record + _records(numbers))
     return items_within(series, share)

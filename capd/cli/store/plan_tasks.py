@@ -44,7 +44,7 @@ def plan_tasks(
     \b
     Examples:
       capd plan-tasks captures --json
-      capd plan-tasks captures --formats mxfp8,nvfp4 --by layer --task-bytes 512MiB --json
+      capd plan-tasks captures --by layer --task-bytes 512MiB --json
 
     \b
     Exit codes:
@@ -65,7 +65,15 @@ def plan_tasks(
     if as_json:
         import msgspec
 
-        print_json(msgspec.to_builtins(plan.tasks))
+        print_json(
+            {
+                "plan": plan.identity,
+                "runs": found.names,
+                "bytes": plan.nbytes,
+                "largest_record_bytes": plan.largest,
+                "tasks": msgspec.to_builtins(plan.tasks),
+            }
+        )
         return
     largest = max((task.bytes for task in plan.tasks), default=0)
     said = f"{human_count(len(plan.tasks), 'task')}, {human_nbytes(plan.nbytes)}, the largest {human_nbytes(largest)}"

@@ -15,7 +15,7 @@ from capd.distributed.tasks.partial import finished
 from capd.distributed.tasks.products import call_bytes, call_result, run_call
 from capd.distributed.tasks.reading import reader_of
 from capd.distributed.tasks.running import merge_partials, partial_of_parts, partial_without, run_task
-from capd.distributed.tasks.task import Plan, Task
+from capd.distributed.tasks.task import AnalysisTask, TaskPlan
 from capd.io.items import Skipped
 from capd.report.gather import GatheredRecords, finish
 from capd.report.products.linear_calls import Call
@@ -28,7 +28,7 @@ __all__ = ["gather_on", "run_parts"]
 
 
 def gather_on(
-    engine: Engine, plan: Plan, gathered: GatheredRecords, *, checkpoint: Checkpoint | None = None
+    engine: Engine, plan: TaskPlan, gathered: GatheredRecords, *, checkpoint: Checkpoint | None = None
 ) -> Iterator[Skipped | int]:
     """Add all records of a plan to `gathered`, which is empty. All are added when the iterator ends.
 
@@ -60,9 +60,9 @@ class _Work:
     Results come back here, so that the death of a worker costs the tasks that it runs alone. Merges run on workers.
     """
 
-    def __init__(self, engine: Engine, plan: Plan, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, engine: Engine, plan: TaskPlan, checkpoint: Checkpoint | None) -> None:
         self._engine, self._plan, self._checkpoint = engine, plan, checkpoint
-        self.tree, self.lost = MergeTree(len(plan.tasks)), list[Task]()
+        self.tree, self.lost = MergeTree(len(plan.tasks)), list[AnalysisTask]()
         self._ready: deque[Job] = deque()
         kept = frozenset() if checkpoint is None else checkpoint.tasks
         self._rest = (
@@ -103,7 +103,7 @@ class _Work:
         return self._ready.popleft() if self._ready else next(self._rest, None)
 
 
-def run_parts(engine: Engine, task: Task) -> Iterator[bytes]:
+def run_parts(engine: Engine, task: AnalysisTask) -> Iterator[bytes]:
     """Run the parts of a task one by one. Those whose workers die are left out with the reason."""
     for part in task.each_part():
         found = engine.alone(run_task, msgspec.json.encode(part))
@@ -115,7 +115,7 @@ def merge_in_order(partials: Sequence[bytes]) -> bytes:
     return merge_partials(partials)
 
 
-def _measured(engine: Engine, plan: Plan, calls: Sequence[Call]) -> Iterable[Result]:
+def _measured(engine: Engine, plan: TaskPlan, calls: Sequence[Call]) -> Iterable[Result]:
     """Measure the calls of linear layers on the workers. Yield the result of each, in order."""
     tasks = (call_bytes(plan.identity, plan.question.formats, call) for call in calls)
     for call, found in zip(calls, engine.ordered(run_call, tasks), strict=True):

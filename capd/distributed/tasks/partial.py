@@ -16,7 +16,7 @@ from capd.report.gather import GatheredRecords
 
 __all__ = [
     "FORMAT",
-    "Merged",
+    "TaskSpan",
     "finished",
     "found_in_partial",
     "head_of",
@@ -39,7 +39,7 @@ class _Partial(msgspec.Struct, array_like=True):
     content: bytes
 
 
-class Merged(NamedTuple):
+class TaskSpan(NamedTuple):
     """What a partial result says of itself: its plan, its first task, and the task after its last one."""
 
     plan: str
@@ -47,7 +47,7 @@ class Merged(NamedTuple):
     last: int
 
 
-def pack_partial(place: Merged, question: Question, found: GatheredRecords) -> bytes:
+def pack_partial(place: TaskSpan, question: Question, found: GatheredRecords) -> bytes:
     """Return the partial result of some neighbouring tasks."""
     content = pack(found, GatheredRecords)
     return msgspec.msgpack.encode(_Partial(FORMAT, *place, zlib.crc32(content), question, content))
@@ -58,10 +58,10 @@ def question_of(partial: bytes) -> Question:
     return _opened(partial).question
 
 
-def head_of(partial: bytes) -> Merged:
+def head_of(partial: bytes) -> TaskSpan:
     """Return what a partial result says of itself. Raises Damaged if it is none."""
     one = _opened(partial)
-    return Merged(one.plan, one.first, one.last)
+    return TaskSpan(one.plan, one.first, one.last)
 
 
 def found_in_partial(partial: bytes) -> GatheredRecords:
@@ -125,7 +125,7 @@ def _joined(run: Sequence[_Partial]) -> bytes:
     found = unpack(run[0].content, GatheredRecords)
     for one in run[1:]:
         found.extend(unpack(one.content, GatheredRecords))
-    return pack_partial(Merged(run[0].plan, run[0].first, run[-1].last), run[0].question, found)
+    return pack_partial(TaskSpan(run[0].plan, run[0].first, run[-1].last), run[0].question, found)
 
 
 def finished(partials: Iterable[bytes], tasks: int) -> GatheredRecords:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.distributed.tasks.question import Question
-from capd.distributed.tasks.task import Part, Plan
+from capd.distributed.tasks.task import TaskPart, TaskPlan
 from capd.errors import ConfigError, StoreError
 from capd.io.items import NamedSeries
 from capd.store.read.store import open_store
@@ -26,7 +26,7 @@ TASK_SIZES = (1 << 10, 64 << 30)
 
 def planned(
     series: Sequence[NamedSeries], question: Question, task_nbytes: int, attempt: int | str = "latest"
-) -> Plan:
+) -> TaskPlan:
     """Return the plan for the records of some series, in their order.
 
     Args:
@@ -35,7 +35,7 @@ def planned(
         task_nbytes: The size of a task. A larger shard is divided. A larger record is a task of its own.
         attempt: As in `Store.find`, as the series were found.
     """
-    tasks: list[list[Part]] = []
+    tasks: list[list[TaskPart]] = []
     room, largest = 0, (0, "")
     ids: dict[str, str] = {}
     for named in series:
@@ -49,7 +49,7 @@ def planned(
                 room = task_nbytes
             tasks[-1].append(part)
             room -= part.bytes
-    return Plan.of(question, tasks, largest)
+    return TaskPlan.of(question, tasks, largest)
 
 
 def size_of(option: str, text: str, limits: tuple[int, int] = TASK_SIZES) -> int:
@@ -74,7 +74,7 @@ def _largest(named: NamedSeries) -> int:
     return prod(one.shape[1:]) * ITEM_NBYTES[one.dtype] if one.kept == "tensor" else 8 * ROW_VALUES
 
 
-def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str, run_id: str) -> Iterator[Part]:
+def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str, run_id: str) -> Iterator[TaskPart]:
     one, numbers = named.series, named.numbers
     of = 0 if isinstance(numbers, StoreError) else len(numbers)
     shared: dict[str, Any] = {
@@ -82,7 +82,7 @@ def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str, run_id: str
         "name": named.name, "turn": named.turn, "of": of, "place": tuple(named.first), "label": named.label,
     }  # fmt: skip
     if isinstance(numbers, StoreError):
-        yield Part(first=0, last=0, bytes=0, **shared)
+        yield TaskPart(first=0, last=0, bytes=0, **shared)
         return
     if not numbers:
         return
@@ -90,7 +90,7 @@ def _parts(named: NamedSeries, task_nbytes: int, attempt: int | str, run_id: str
     per_shard, most = one.header.geometry.shard_records, max(1, task_nbytes // each)
     for first, last in _pieces(numbers, per_shard, most):
         bounds = (numbers[first], numbers[last - 1])
-        yield Part(first=first, last=last, bytes=each * (last - first), numbers=bounds, **shared)
+        yield TaskPart(first=first, last=last, bytes=each * (last - first), numbers=bounds, **shared)
 
 
 def _pieces(numbers: Sequence[int], per_shard: int, most: int) -> Iterator[tuple[int, int]]:

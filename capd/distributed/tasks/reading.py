@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.distributed.tasks.task import Part, Task
+from capd.distributed.tasks.task import AnalysisTask, TaskPart
 from capd.errors import StoreError
 from capd.io.beside import labelled
-from capd.io.items import Item, NamedSeries, Place, items_of
+from capd.io.items import Item, NamedSeries, SourcePlace, items_of
 from capd.store.read.series import Series
 from capd.store.read.store import open_store
 
@@ -23,7 +23,7 @@ Reference = tuple[str, str, str, int]
 _MOST_RUNS = 16
 
 
-def items_of_task(task: Task) -> Iterator[Item]:
+def items_of_task(task: AnalysisTask) -> Iterator[Item]:
     """Yield the records of a task. Raises StoreError if a run is not what it was when the task was planned."""
     kept: dict[tuple[str, ...], Series] = {}
     for part in task.parts:
@@ -39,7 +39,7 @@ def items_of_task(task: Task) -> Iterator[Item]:
         yield from (labelled(part.label, item) for item in items) if part.label else items
 
 
-def _named(part: Part, series: Series) -> NamedSeries:
+def _named(part: TaskPart, series: Series) -> NamedSeries:
     numbers: Any
     try:
         numbers = series.numbers[: part.of] if part.numbers else series.numbers
@@ -51,7 +51,7 @@ def _named(part: Part, series: Series) -> NamedSeries:
             raise StoreError(
                 f"{part.run}: series {part.series} has other records than when it was planned; plan the tasks again"
             )
-    return NamedSeries(part.name, series, numbers, part.turn, Place(*part.place), part.label)
+    return NamedSeries(part.name, series, numbers, part.turn, SourcePlace(*part.place), part.label)
 
 
 @lru_cache(_MOST_RUNS)

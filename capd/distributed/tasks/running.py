@@ -6,14 +6,14 @@
 With Ray:
 
     import json, subprocess, capd, ray
-    tasks = json.loads(subprocess.check_output(["capd", "plan-tasks", "/shared/run.zarr", "--json"]))
+    plan = json.loads(subprocess.check_output(["capd", "plan-tasks", "/shared/run.zarr", "--json"]))
     run = ray.remote(num_cpus=1, max_retries=3)(capd.run_task)
-    partial = capd.merge_partials(ray.get([run.remote(task) for task in tasks]))
+    partial = capd.merge_partials(ray.get([run.remote(task) for task in plan["tasks"]]))
     capd.partial_document(partial)["all"]["errors"]
 
 With Spark:
 
-    tasks = spark.sparkContext.parallelize(tasks, len(tasks))
+    tasks = spark.sparkContext.parallelize(plan["tasks"], len(plan["tasks"]))
     partials = tasks.map(capd.run_task).glom().map(lambda some: capd.merge_partials(some, whole=False))
     partial = capd.merge_partials(one for some in partials.collect() for one in some)
 
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, overload
 
 from capd.distributed.tasks.partial import (
-    Merged,
+    TaskSpan,
     found_in_partial,
     head_of,
     merged,
@@ -34,14 +34,14 @@ from capd.distributed.tasks.partial import (
     question_of,
 )
 from capd.distributed.tasks.reading import items_of_task
-from capd.distributed.tasks.task import Task, task_of
+from capd.distributed.tasks.task import AnalysisTask, task_of
 from capd.errors import CapdError
 from capd.report.gather import gather_part
 
 __all__ = ["merge_partials", "partial_document", "partial_of_parts", "partial_without", "run_task"]
 
 
-def run_task(task: Task | Mapping[str, Any] | str | bytes) -> bytes:
+def run_task(task: AnalysisTask | Mapping[str, Any] | str | bytes) -> bytes:
     """Read the records of one task, measure them, and return the partial result.
 
     Args:
@@ -94,7 +94,7 @@ def merge_partials(partials: Iterable[bytes], *, whole: bool = True) -> bytes | 
     return found[0]
 
 
-def partial_of_parts(task: Task, partials: Iterable[bytes]) -> bytes:
+def partial_of_parts(task: AnalysisTask, partials: Iterable[bytes]) -> bytes:
     """Return the partial result of a task from those of its parts, in order."""
     found = task.question.gathered()
     for one in partials:
@@ -102,7 +102,7 @@ def partial_of_parts(task: Task, partials: Iterable[bytes]) -> bytes:
     return pack_partial(_place(task), task.question, found)
 
 
-def partial_without(task: Task, reason: str) -> bytes:
+def partial_without(task: AnalysisTask, reason: str) -> bytes:
     """Return the partial result of a task whose records cannot be read, for a reason."""
     from capd.io.items import Skipped
 
@@ -128,5 +128,5 @@ def partial_document(partial: bytes) -> dict[str, Any]:
     return {**document, "verdict": verdict_document(found, question.choices)}
 
 
-def _place(task: Task) -> Merged:
-    return Merged(task.plan, task.task, task.task + 1)
+def _place(task: AnalysisTask) -> TaskSpan:
+    return TaskSpan(task.plan, task.task, task.task + 1)

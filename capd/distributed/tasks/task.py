@@ -11,10 +11,10 @@ import msgspec
 from capd.distributed.tasks.question import Question
 from capd.errors import ConfigError
 
-__all__ = ["Part", "Plan", "Task", "task_of"]
+__all__ = ["AnalysisTask", "TaskPart", "TaskPlan", "task_of"]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TaskPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records of one shard of a series.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"{name}#{'-'.join(map(str, dict.fromkeys(self.numbers)))}" if self.numbers else name
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnalysisTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A task.
 
     Attributes:
@@ -67,15 +67,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     task: int
     bytes: int
     question: Question
-    parts: tuple[Part, ...]
+    parts: tuple[TaskPart, ...]
 
-    def each_part(self) -> Iterator[Task]:
+    def each_part(self) -> Iterator[AnalysisTask]:
         """Yield a task for each part."""
         for part in self.parts:
             yield msgspec.structs.replace(self, bytes=part.bytes, parts=(part,))
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class TaskPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All tasks of a question.
 
     Attributes:
@@ -85,17 +85,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: str
     question: Question
-    tasks: tuple[Task, ...]
+    tasks: tuple[AnalysisTask, ...]
     largest: int = 0
     largest_name: str = ""
 
     @classmethod
-    def of(cls, question: Question, parts: Sequence[Sequence[Part]], largest: tuple[int, str]) -> Plan:
+    def of(
+        cls, question: Question, parts: Sequence[Sequence[TaskPart]], largest: tuple[int, str]
+    ) -> TaskPlan:
         """Return the plan whose tasks have these parts."""
         encoded = msgspec.json.encode([question, parts], order="deterministic")
         identity = hashlib.sha256(encoded).hexdigest()[:32]
         tasks = tuple(
-            Task(
+            AnalysisTask(
                 plan=identity,
                 task=number,
                 bytes=sum(part.bytes for part in each),
@@ -114,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(task.bytes for task in self.tasks)
 
 
-def task_of(task: Task | Mapping[str, Any] | str | bytes) -> Task:
+def task_of(task: AnalysisTask | Mapping[str, Any] | str | bytes) -> AnalysisTask:
     """Return a task that is given as one, as JSON, or as what JSON contains.
 
     Raises:
@@ -122,8 +124,8 @@ def task_of(task: Task | Mapping[str, Any] | str | bytes) -> Task:
     """
     try:
         if isinstance(task, (str, bytes)):
-            return msgspec.json.decode(task, type=Task)
-        return task if isinstance(task, Task) else msgspec.convert(task, Task)
+            return msgspec.json.decode(task, type=AnalysisTask)
+        return task if isinstance(task, AnalysisTask) else msgspec.convert(task, AnalysisTask)
     except msgspec.ValidationError as error:
         raise ConfigError(f"this is no task of `capd plan-tasks`: {error}") from error
     except msgspec.DecodeError as error:

@@ -99,7 +99,7 @@ ANYWHERE = """
 import json, multiprocessing, sys
 import capd
 if __name__ == "__main__":
-    tasks = json.load(open(sys.argv[1]))
+    tasks = json.load(open(sys.argv[1]))["tasks"]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         # Each task runs twice, in any order.
         results = list(pool.imap_unordered(capd.run_task, [*tasks, *tasks[::-1]]))
@@ -111,7 +111,7 @@ def test_tasks_run_in_an_engine_of_the_users_own(places: dict[str, Path], tmp_pa
     tasks, script = tmp_path / "tasks.json", tmp_path / "engine.py"
     tasks.write_text(run_capd("plan-tasks", places["a"], "--task-bytes", "60KiB", "--json").out)
     script.write_text(ANYWHERE)
-    assert len(json.loads(tasks.read_text())) > 3
+    assert len(json.loads(tasks.read_text())["tasks"]) > 3
 
     done = forking.run(
         [sys.executable, str(script), str(tasks)], capture_output=True, text=True, timeout=100, check=True

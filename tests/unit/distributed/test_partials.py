@@ -15,7 +15,7 @@ from capd.distributed.tasks.partial import finished, found_in_partial, head_of
 from capd.distributed.tasks.planning import planned
 from capd.distributed.tasks.question import Question
 from capd.distributed.tasks.running import merge_partials, run_task
-from capd.distributed.tasks.task import Plan
+from capd.distributed.tasks.task import TaskPlan
 from capd.errors import CapdError, ConfigError
 from capd.io.beside import beside
 from capd.io.items import Items, items_of_runs
@@ -61,7 +61,7 @@ def shown(found: GatheredRecords) -> tuple[str, dict[str, Any]]:
     return json_text(plain), page_data(plain, found, files=False, choices=CHOICES)
 
 
-def plan_of(items: Items, task_nbytes: int, share: float = 1.0) -> Plan:
+def plan_of(items: Items, task_nbytes: int, share: float = 1.0) -> TaskPlan:
     assert items.series is not None
     return planned(items.series, Question.of(empty(share), share, **ASKED), task_nbytes)
 

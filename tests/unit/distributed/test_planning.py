@@ -10,7 +10,7 @@ import pytest
 from capd.distributed.tasks.planning import planned, size_of
 from capd.distributed.tasks.question import Question
 from capd.distributed.tasks.reading import items_of_task
-from capd.distributed.tasks.task import Plan
+from capd.distributed.tasks.task import TaskPlan
 from capd.errors import ConfigError, StoreError
 from capd.io.items import items_of_runs
 from capd_client.protocol.key import Moment
@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return varied_run(tmp_path_factory.mktemp("planned"))
 
 
-def plan_of(run: Path, task_nbytes: int) -> Plan:
+def plan_of(run: Path, task_nbytes: int) -> TaskPlan:
     series = items_of_runs([run], []).series
     assert series is not None
     return planned(series, Question(), task_nbytes)

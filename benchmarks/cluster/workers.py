@@ -1,6 +1,6 @@
 """The speed of `capd compare` on workers of Dask against one process.
 
-    python benchmarks/distributed/workers.py [--mb N] [--rounds N] [--json FILE]
+    python benchmarks/cluster/workers.py [--mb N] [--rounds N] [--json FILE]
 
 The run has bfloat16 records of 4 MiB, in memory, and five formats are measured. "1 process" is one thread without Dask.
 The others are Dask's workers, one thread each, started before; with capd's setting of the heap, and as Dask's nanny
@@ -11,15 +11,10 @@ must, on a quiet machine of two cores: 2 workers at least 1.5 times as fast as 1
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.distributed.gathering import RECORD_NBYTES
+from benchmarks.cluster.gathering import RECORD_NBYTES
 from benchmarks.store.store_runner import (
     Row,
     child,
@@ -47,7 +42,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256, help="of raw bfloat16 in the run")
     args = parser.parse_args()
     records = 4 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
-    module = "benchmarks.distributed.gathering"
+    module = "benchmarks.cluster.gathering"
     with work_directory(args.directory) as root:
         run = child(f"{module}:prepare", root=str(root), records=records)["run"]
         variants: dict[str, Callable[[], Row]] = {"1 process": partial(child, f"{module}:here", run=run)}

@@ -15,7 +15,7 @@ from capd.distributed.cluster.opening import opened_engine
 from capd.distributed.cluster.settings import ClusterSettings
 from capd.distributed.tasks.planning import planned
 from capd.distributed.tasks.question import Question
-from capd.distributed.tasks.task import Plan
+from capd.distributed.tasks.task import TaskPlan
 from capd.io.items import items_of_runs
 from capd.report.gather import GatheredRecords, gather
 from capd.server.heap import settled_heap
@@ -41,7 +41,7 @@ def empty() -> GatheredRecords:
     return GatheredRecords(groups=Groups({(): True, ("tensor_name",): True}))
 
 
-def plan_of(run: str, task_nbytes: int) -> Plan:
+def plan_of(run: str, task_nbytes: int) -> TaskPlan:
     """Return the tasks of the analysis."""
     series = items_of_runs([Path(run)], []).series
     assert series is not None

@@ -1,6 +1,6 @@
 """Predicts the time of an analysis on up to 1,024 workers from constants that are measured here.
 
-    python benchmarks/distributed/cluster_model.py [--mb N] [--rounds N] [--json FILE]
+    python benchmarks/cluster/cluster_model.py [--mb N] [--rounds N] [--json FILE]
 
 The constants are measured in the same run: MB/s of a worker (of one alone, and of two side by side, which share what a
 machine has), seconds of the scheduler per task, seconds of a merge, MB/s of the store, and the spread of equal tasks.
@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import msgspec
 
-from benchmarks.distributed.gathering import RECORD_NBYTES, plan_of
-from benchmarks.distributed.simulation import Constants, simulated_s
+from benchmarks.cluster.gathering import RECORD_NBYTES, plan_of
+from benchmarks.cluster.simulation import Constants, simulated_s
 from benchmarks.store.store_runner import (
     Row,
     child,
@@ -48,7 +44,7 @@ from capd.server.heap import settle_heap
 
 NEAR = 0.25
 EMPTY_TASKS = 300
-MODULE = "benchmarks.distributed.cluster_model"
+MODULE = "benchmarks.cluster.cluster_model"
 WORKERS = (1, 2, 4, 16, 64, 256, 1024)
 STORE_RATE = 20e9
 """The assumed speed of a cluster's store, in bytes a second. It cannot be measured here."""
@@ -124,10 +120,10 @@ def main() -> None:
     records = 8 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
     task_nbytes = max(1, records // 16) * RECORD_NBYTES
     with work_directory(args.directory) as root:
-        run = child("benchmarks.distributed.gathering:prepare", root=str(root), records=records)["run"]
+        run = child("benchmarks.cluster.gathering:prepare", root=str(root), records=records)["run"]
         tasks = len(plan_of(run, task_nbytes).tasks)
         there = {"run": run, "task_nbytes": task_nbytes, "settles_heap": True}
-        gathering = "benchmarks.distributed.gathering:there"
+        gathering = "benchmarks.cluster.gathering:there"
         rows = {
             name: medians(each)
             for name, each in interleave(
