@@ -18,7 +18,9 @@ from typing import BinaryIO
 from capd.errors import NO_SPACE, CapdError, StoreBusy, StoreError, StoreFull
 from capd.space import what_is_full
 
-__all__ = ["ExportedFile", "directory_lock", "locked_directory", "output_directory", "write_new"]
+__all__ = [
+    "ExportedFile", "directory_lock", "locked_directory", "output_directory", "remove_export_temporaries", "write_new",
+]  # fmt: skip
 
 _EXPORT_TEMPORARY = ".capd-export-"
 
@@ -75,9 +77,7 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             if error.errno in NO_SPACE:
                 raise StoreFull(f"cannot create {path}: {what_is_full(error, path)}") from error
             raise StoreError(f"cannot write to {path}: {error.strerror}; choose another directory") from error
-        for left in path.rglob(f"{temporary}*"):
-            if left.is_symlink() or not left.is_dir():
-                left.unlink(missing_ok=True)
+        _remove_temporaries(path, temporary)
         try:
             yield
         except OSError as error:
@@ -86,6 +86,17 @@ def output_directory(path: Path, temporary: str, when_full: str = "") -> Iterato
             raise StoreFull(
                 f"cannot write to {path}: {what_is_full(error, path)}; the files in it are complete{when_full}"
             ) from error
+
+
+def _remove_temporaries(path: Path, temporary: str) -> None:
+    for left in path.rglob(f"{temporary}*"):
+        if left.is_symlink() or not left.is_dir():
+            left.unlink(missing_ok=True)
+
+
+def remove_export_temporaries(path: Path) -> None:
+    """Remove the temporary files that killed workers of an export left. The caller holds the lock."""
+    _remove_temporaries(path, _EXPORT_TEMPORARY)
 
 
 def locked_directory(path: Path) -> contextlib.AbstractContextManager[None]:

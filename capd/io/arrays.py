@@ -30,7 +30,7 @@ from capd.store.read.series import Record, Series
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 
-__all__ = ["SUFFIXES", "described", "export_arrays"]
+__all__ = ["SUFFIXES", "array_path", "described", "export_arrays", "write_arrays"]
 
 _FORMAT = 1
 _SAFETENSORS = {
@@ -56,15 +56,24 @@ def export_arrays(run_id: str, chosen: Sequence[Series], out: Path, suffix: str)
         DamagedRecord: If a record cannot be read exactly.
         OSError: If a file cannot be written.
     """
-    write = SUFFIXES[suffix]
     with locked_directory(out):
-        for series in (one.fresh() for one in chosen):
-            path = out / f"{series.path}{suffix}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            records = list(series.records)
-            raw_nbytes = sum(_nbytes(series, record) for record in records)
-            nbytes = write_new(path, partial(write, run_id=run_id, series=series, records=records))
-            yield ExportedFile(path, nbytes, len(records), raw_nbytes)
+        for series in chosen:
+            yield write_arrays(run_id, series, array_path(series, out, suffix))
+
+
+def array_path(series: Series, out: Path, suffix: str) -> Path:
+    """Return the path of the file of a series."""
+    return out / f"{series.path}{suffix}"
+
+
+def write_arrays(run_id: str, series: Series, path: Path) -> ExportedFile:
+    """Write one series, which keeps tensors, to a file of a suffix of SUFFIXES. Raises as `export_arrays` does."""
+    reading = series.fresh()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = list(reading.records)
+    raw_nbytes = sum(_nbytes(reading, record) for record in records)
+    write = partial(SUFFIXES[path.suffix], run_id=run_id, series=reading, records=records)
+    return ExportedFile(path, write_new(path, write), len(records), raw_nbytes)
 
 
 def _nbytes(series: Series, record: Record) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from capd.store.read.series import Record, Series, tensor_of
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 
-__all__ = ["export_pt"]
+__all__ = ["export_pt", "named_records", "write_record"]
 
 # A smaller record is mostly work of Python, so threads would only wait for each other.
 _WORTH_A_THREAD_NBYTES = 256 << 10
@@ -46,9 +45,33 @@ def export_pt(
         OSError: If a file cannot be written.
     """
     with locked_directory(out), worker_threads(threads, "export") as pool:
-        job = _Export(run_id, naming, out, pool)
-        for item, done in ahead(_in_order(chosen), job.begin, _nbytes):
-            yield ExportedFile(*done(), 1, _nbytes(item))
+
+        def begin(named: tuple[Series, Record, Path]) -> Callable[[], int]:
+            write = partial(write_record, run_id, *named, naming)
+            if _nbytes(named) >= _WORTH_A_THREAD_NBYTES:
+                return pool.submit(write).result
+            written = write()
+            return lambda: written
+
+        for named, done in ahead(named_records(chosen, out, naming), begin, _nbytes):
+            yield ExportedFile(named[2], done(), 1, _nbytes(named))
+
+
+def named_records(
+    chosen: Sequence[Series], out: Path, naming: Naming
+) -> Iterator[tuple[Series, Record, Path]]:
+    """Yield the records of series in the order of their files, each with its series and the path of its file."""
+    names = _Names(naming, out)
+    for series, record in _in_order(chosen):
+        yield series, record, names.path(series, record)
+
+
+def write_record(run_id: str, series: Series, record: Record, path: Path, naming: Naming) -> int:
+    """Write a record to a new file and return its size. Raises as `export_pt` does."""
+    bits = series.read(record.index)
+    tensor = tensor_of(bits, series.dtype)
+    found = dictionary_of(run_id, series, record, bits, tensor, naming)
+    return write_new(path, partial(_save, found))
 
 
 def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
@@ -63,22 +86,21 @@ def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
             yield reading, record
 
 
-def _nbytes(item: tuple[Series, Record]) -> int:
-    series, record = item
+def _nbytes(named: tuple[Series, Record, Path]) -> int:
+    series, record, _ = named
     return prod(record.shape) * ITEM_NBYTES[series.dtype]
 
 
-class _Export:
-    def __init__(self, run_id: str, naming: Naming, out: Path, pool: ThreadPoolExecutor) -> None:
-        self._run_id, self._naming, self._out, self._pool = run_id, naming, out, pool
+class _Names:
+    def __init__(self, naming: Naming, out: Path) -> None:
+        self._naming, self._out = naming, out
         # The last counter in each directory.
         self._counters: dict[Path, int] = {}
         self._series: Series | None = None
         self._stamp = ""
 
-    def begin(self, item: tuple[Series, Record]) -> Callable[[], tuple[Path, int]]:
-        """Name a record's file and start to write it. The returned function waits for the end."""
-        series, record = item
+    def path(self, series: Series, record: Record) -> Path:
+        """Return the path of the next record's file."""
         if series is not self._series:
             self._series, self._stamp = series, ""
         # If the clock was set back, the names must still keep the order.
@@ -86,12 +108,9 @@ class _Export:
         key, naming = series.key, self._naming
         directory, counter = self._place(key.quant_type)
         moment = Moment(**{name: getattr(record, name) for name in Moment.__struct_fields__})
-        name = file_name(naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter)
-        write = partial(self._write, series, record, directory / name)
-        if _nbytes(item) >= _WORTH_A_THREAD_NBYTES:
-            return self._pool.submit(write).result
-        written = write()
-        return lambda: written
+        return directory / file_name(
+            naming.scheme, naming.shown(key), moment, naming.layer(key), self._stamp, counter
+        )
 
     def _place(self, quant_type: str) -> tuple[Path, int]:
         """Return the directory of a quant type and the next counter in it, larger than all that are there."""
@@ -102,12 +121,6 @@ class _Export:
             self._counters[directory] = max((parts.counter for parts in known if parts), default=0)
         self._counters[directory] += 1
         return directory, self._counters[directory]
-
-    def _write(self, series: Series, record: Record, path: Path) -> tuple[Path, int]:
-        bits = series.read(record.index)
-        tensor = tensor_of(bits, series.dtype)
-        found = dictionary_of(self._run_id, series, record, bits, tensor, self._naming)
-        return path, write_new(path, partial(_save, found))
 
 
 def _save(found: dict[str, Any], file: BinaryIO) -> None:

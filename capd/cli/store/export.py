@@ -11,10 +11,12 @@ import typer
 from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
+from capd.cli.scheduling import ClusterOptions
 from capd.cli.selection import KeyOptions, Tests
+from capd.cli.store.export_tasks import ClusterExport
 from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import prose
-from capd.errors import NothingMatched
+from capd.errors import ConfigError, NothingMatched
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
 
@@ -53,8 +55,17 @@ def export(
     *,
     keys: KeyOptions,
     jobs: Annotated[
-        int | None, option("--jobs", "N", "pt: threads that write [default: the CPUs].", min=1, max=256)
+        int | None,
+        option(
+            "--jobs",
+            "N",
+            "pt: threads that write; or processes of --scheduler [default: the CPUs].",
+            "--workers",
+            min=1,
+            max=1024,
+        ),
     ] = None,
+    cluster: ClusterOptions,
     attempt: AttemptOption = "latest",
     as_json: Json = False,
 ) -> None:
@@ -99,6 +110,8 @@ def export(
     from capd.store.read.store import open_store
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
+    if to in ("csv", "parquet") and cluster.is_used:
+        raise ConfigError(f"--to {to} is one table, which one process writes; leave --scheduler out")
     if to == "csv":
         raise typer.Exit(_export_scalars(opened, tests, out, attempt_of(attempt), as_json))
     everything = opened.find(attempt=attempt_of(attempt))
@@ -118,6 +131,11 @@ def export(
         _say_how_much(chosen, Path(f"{opened.path.stem}-{to}"), to, as_json)
         return
     naming = Naming(names, tensor_names, layer_base)
+    if cluster.is_used:
+        on_cluster = ClusterExport(cluster, to, attempt_of(attempt), naming, jobs)
+        with on_cluster.files(opened, chosen, out) as written:
+            _report(written, chosen, out, to, as_json)
+        return
     with settled_heap():
         _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
 

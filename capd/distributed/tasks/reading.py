@@ -16,7 +16,7 @@ from capd.io.items import Item, NamedSeries, SourcePlace, items_of
 from capd.store.read.series import Series
 from capd.store.read.store import open_store
 
-__all__ = ["Reference", "items_of_task", "reader_of", "run_identity_of"]
+__all__ = ["Reference", "items_of_task", "reader_of", "run_identity_of", "series_of"]
 
 Reference = tuple[str, str, str, int]
 # The runs that a process keeps opened.
@@ -68,10 +68,15 @@ def reader_of(plan: str, reference: Reference) -> partial[NDArray[np.generic]]:
 
 def _read(plan: str, reference: Reference) -> NDArray[np.generic]:
     run, node, path, number = reference
-    series = _opened(run, plan, "all")[1].get((node, path))
+    return series_of(plan, "all", run, node, path).read(number)
+
+
+def series_of(plan: str, attempt: int | str, run: str, node: str, path: str) -> Series:
+    """Return a series with empty caches. Raises StoreError if the run does not have it any more."""
+    series = _opened(run, plan, attempt)[1].get((node, path))
     if series is None:
         raise StoreError(f"{run} has no series {path} any more")
-    return series.fresh().read(number)
+    return series.fresh()
 
 
 def run_identity_of(run: str) -> tuple[str, int]:

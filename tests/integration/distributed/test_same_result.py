@@ -13,6 +13,7 @@ from tests.kit import forking
 from tests.kit.cluster.dask_cluster import DaskCluster, said
 from tests.kit.cluster.sources import varied_run
 from tests.kit.store.cli import Result, damaged, run_capd
+from tests.kit.store.removing import files_below
 
 SMALL = ("--task-bytes", "20KiB")
 VERBS = {
@@ -73,6 +74,33 @@ def test_a_report_is_the_same_page(places: dict[str, Path], cluster: DaskCluster
         assert run_capd("report", *runs, "-o", page, *options).code == 0
         pages.append(page.read_bytes())
     assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["pt", pytest.param("npz", marks=pytest.mark.slow), pytest.param("safetensors", marks=pytest.mark.slow)],
+)
+def test_an_export_has_the_same_files(
+    places: dict[str, Path], cluster: DaskCluster, tmp_path: Path, form: str
+) -> None:
+    found = []
+    for name, options in {"here": (), "there": ("--scheduler", cluster.address, *SMALL)}.items():
+        out = tmp_path / name
+        done = run_capd("export", places["a"], "--to", form, "-o", out, "--json", *options)
+        assert done.code == 0
+        numbers = {key: value for key, value in done.json.items() if key != "directory"}
+        found.append((numbers, files_below(out)))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 5
+
+
+def test_a_table_is_written_by_one_process(places: dict[str, Path], tmp_path: Path) -> None:
+    result = run_capd(
+        "export", places["a"], "--to", "parquet", "-o", tmp_path / "x", "--scheduler", "processes"
+    )
+
+    assert (result.code, "leave --scheduler out" in result.err) == (2, True)
+    assert not (tmp_path / "x").exists()
 
 
 IN_PYTHON = """
