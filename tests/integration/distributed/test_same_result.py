@@ -15,7 +15,8 @@ from tests.kit.cluster.sources import varied_run
 from tests.kit.store.cli import Result, damaged, run_capd
 from tests.kit.store.removing import files_below
 
-SMALL = ("--task-bytes", "20KiB")
+# Several tasks for each worker.
+SMALL, LARGER = ("--task-bytes", "12KiB"), ("--task-bytes", "40KiB")
 VERBS = {
     "verdict": ("compare", "{a}", "--json"),
     "groups": ("compare", "{root}", "--all-runs", "--by", "layer,tensor_name", "--per-block", "--json"),
@@ -35,7 +36,7 @@ ROWS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("captures")
-    runs = {name: varied_run(root, name, seed=seed) for seed, name in enumerate(("a", "b"))}
+    runs = {name: varied_run(root, name, seed=seed, long=12) for seed, name in enumerate(("a", "b"))}
     return {"root": root, **runs, "damaged": damaged(tmp_path_factory.mktemp("damaged"))}
 
 
@@ -61,7 +62,7 @@ def test_a_cluster_prints_what_threads_print(
 
 @pytest.mark.parametrize("verb", ["groups", pytest.param("first", marks=pytest.mark.slow)])
 def test_processes_print_what_threads_print(places: dict[str, Path], verb: str) -> None:
-    there = done(places, verb, "--scheduler", "processes", "--workers", "2", *SMALL)
+    there = done(places, verb, "--scheduler", "processes", "--workers", "2", *LARGER)
 
     assert (there.code, there.out) == (0, done(places, verb).out)
 
@@ -69,7 +70,7 @@ def test_processes_print_what_threads_print(places: dict[str, Path], verb: str) 
 def test_a_report_is_the_same_page(places: dict[str, Path], cluster: DaskCluster, tmp_path: Path) -> None:
     runs = (places["a"], places["b"])
     pages = []
-    for number, options in enumerate([(), ("--scheduler", str(cluster.file), *SMALL)]):
+    for number, options in enumerate([(), ("--scheduler", str(cluster.file), *LARGER)]):
         page = tmp_path / f"{number}.html"
         assert run_capd("report", *runs, "-o", page, *options).code == 0
         pages.append(page.read_bytes())
@@ -137,7 +138,7 @@ if __name__ == "__main__":
 
 def test_tasks_run_in_an_engine_of_the_users_own(places: dict[str, Path], tmp_path: Path) -> None:
     tasks, script = tmp_path / "tasks.json", tmp_path / "engine.py"
-    tasks.write_text(run_capd("plan-tasks", places["a"], "--task-bytes", "60KiB", "--json").out)
+    tasks.write_text(run_capd("plan-tasks", places["a"], "--task-bytes", "12KiB", "--json").out)
     script.write_text(ANYWHERE)
     assert len(json.loads(tasks.read_text())["tasks"]) > 3
 

@@ -65,6 +65,8 @@ class DaskCluster:
         for _ in range(self._workers):
             preload = ["--preload", self._preload] if self._preload else []
             self._start("worker", "--nthreads", "1", "--local-directory", str(self._directory), *preload)
+        logs = [self._directory / f"worker{number + 1}.log" for number in range(self._workers)]
+        self._wait(lambda: all("Registered to" in log.read_text() for log in logs), "the workers")
         return self
 
     @property
