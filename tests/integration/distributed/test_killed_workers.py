@@ -33,7 +33,8 @@ def counting(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     log, preload = tmp_path / "tasks.log", tmp_path / "counting.py"
     log.touch()
     preload.write_text(COUNTING.format(log=str(log)))
-    return log, {"DASK_DISTRIBUTED__WORKER__PRELOAD": json.dumps([str(preload)])}
+    # A killed command leaves its directory there.
+    return log, {"DASK_DISTRIBUTED__WORKER__PRELOAD": json.dumps([str(preload)]), "TMPDIR": str(tmp_path)}
 
 
 def begun(run: Path, *options: str, **environment: str) -> subprocess.Popen[str]:

@@ -177,3 +177,21 @@ def test_a_vector_has_blocks_along_its_only_axis_alone() -> None:
     assert found["32x1"] is found["32x32"] is None
     assert found["1x32"] is not None
     assert (found["1x32"].count, found["1x32"].widest) == (2, 5.0)
+
+
+def test_the_kept_lengths_are_the_same_in_whatever_order_and_parts_records_come() -> None:
+    def added(lengths: list[int]) -> Tally:
+        tally = Tally()
+        for length in lengths:
+            one = channels_of(np.full((1, length), length, np.float32), "float32", 1.0)
+            tally.add(Tally(1, channels=one))
+        return tally
+
+    lengths = [9, 3, 8, 2, 9, 7, 4, 5, 3, 6]
+    parts = [added(lengths[:4]), added(lengths[4:7]), added(lengths[7:])]
+    right = Tally()
+    for part in (*parts[1:], parts[0]):
+        right.add(part)
+    for tally in (added(lengths), added(lengths[::-1]), right):
+        kept = {length: channels.records for length, channels in tally.channels.items()}
+        assert (kept, tally.other_channels) == ({2: 1, 3: 2, 4: 1, 5: 1}, 5)
