@@ -88,7 +88,9 @@ def verify(
                 "bring the run here with `capd cp`, repair it, and upload it to another place"
             )
         if cluster.is_used:
-            raise ConfigError("--scheduler checks runs on a file system; a run in an object store is checked by threads")
+            raise ConfigError(
+                "--scheduler checks runs on a file system; a run in an object store is checked by threads"
+            )
         _verify_remote(store, listing=listing, as_json=as_json)
     if listing:
         raise ConfigError("--listing is for a run in an object store; a run on this machine has no listing")
@@ -252,9 +254,7 @@ def _check(run: Path, **how: Any) -> Report:
     from capd.store.verify.run import verify_run
 
     with StatusLine() as line:
-        return verify_run(
-            run, progress=partial(_draw, line, run.name), **how
-        )
+        return verify_run(run, progress=partial(_draw, line, run.name), **how)
 
 
 def _print(reports: list[Report]) -> None:

@@ -6,13 +6,13 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from capd.distributed.tasks.question import Question
 from capd.distributed.tasks.task import TaskPart, TaskPlan
 from capd.errors import ConfigError, StoreError
 from capd.io.items import NamedSeries
+from capd.store.objects.address import RunPlace
 from capd.store.read.store import open_store
 from capd_client.config.sizes import parse_size
 from capd_client.protocol.dtypes import ITEM_NBYTES
@@ -63,9 +63,9 @@ def size_of(option: str, text: str, limits: tuple[int, int] = TASK_SIZES) -> int
     return nbytes
 
 
-def place_text(place: str | Path) -> str:
+def place_text(place: str | RunPlace) -> str:
     """Return a run as tasks name it: an address as it is, a path from the root on, so that every process finds it."""
-    text = os.fspath(place)
+    text = str(place)
     return text if "://" in text else os.path.abspath(text)
 
 

@@ -7,7 +7,6 @@ import json
 import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import msgspec
@@ -22,6 +21,7 @@ from capd.store.format.codecs import Encoded
 from capd.store.format.dtypes import is_statistics, stored_type, to_values
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.statistics import public
+from capd.store.objects.address import RunPlace
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
@@ -86,7 +86,7 @@ class Series:
         return self._node.name
 
     @property
-    def run(self) -> Path:
+    def run(self) -> RunPlace:
         """The run that has the series."""
         return self._node.run
 
