@@ -106,6 +106,8 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/cluster/workers.py
+	$(BIN)/python benchmarks/cluster/cluster_model.py
 	$(BIN)/python benchmarks/emulation.py
 	$(MAKE) bench-store
 
