@@ -305,6 +305,7 @@ def _plain(reports: list[Report], changed: list[dict[str, str]], repaired: list[
         "series": sum(report.series for report in reports),
         "records": sum(report.records for report in reports),
         "bytes": sum(report.nbytes for report in reports),
+        "moved_shards": sum(report.moved.total() for report in reports),
         "damaged": damaged,
         "notes": [text for report in reports for text in report.notes],
         "changed": changed,

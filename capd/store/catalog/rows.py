@@ -33,6 +33,7 @@ __all__ = [
     "read_series",
     "read_stored",
     "series_row",
+    "stored_between",
 ]
 
 CATALOG_NAME = "catalog.sqlite"
@@ -286,6 +287,15 @@ def read_stored(db: sqlite3.Connection, series: int) -> Iterator[tuple[int, int]
         if type(number) is not int or type(nbytes) is not int or nbytes < 0:
             raise sqlite3.DatabaseError(f"record {number!r} of series {series} has no valid size")
         yield number, nbytes
+
+
+def stored_between(db: sqlite3.Connection, series: int, first: int, last: int) -> int:
+    """Return the stored bytes of the records first ≤ number < last of a series."""
+    (total,) = db.execute(
+        "SELECT TOTAL(stored_nbytes) FROM records WHERE series=? AND record>=? AND record<?",
+        (series, first, last),
+    ).fetchone()
+    return int(total)
 
 
 def has_attempt(db: sqlite3.Connection, attempt: int) -> set[int]:

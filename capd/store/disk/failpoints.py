@@ -60,6 +60,11 @@ NAMES = (
     "copy.after_verify",
     "copy.after_publish",
     "recover.before_rename",  # the intact records of a damaged file, copied
+    "move.before_check",  # an uploaded shard that a stub replaces
+    "move.after_check",
+    "move.after_stub",
+    "move.after_rename",
+    "move.after_sync",
     "remove.before_mark",  # series that `capd rm` removes
     "remove.after_mark",
     "remove.after_move",

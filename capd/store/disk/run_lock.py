@@ -33,21 +33,26 @@ class RunLock:
         self._fd = fd
 
     @classmethod
-    def shared(cls, run: Path, patience_s: float = PATIENCE_S) -> RunLock:
+    def shared(cls, run: Path, patience_s: float = PATIENCE_S, *, is_there: bool = False) -> RunLock:
         """Return the lock of a writer.
 
         Args:
             run: The run.
             patience_s: The time to wait for a removal, in seconds. It holds the lock for seconds at most.
+            is_there: Whether the run must exist. Otherwise its directory is made.
 
         Raises:
             StoreBusy: A removal held the lock for too long (retry).
             StoreError: The file system has no locks.
-            OSError: The lock file cannot be made.
+            OSError: The lock file cannot be made, or the run is not there.
         """
         until = time.monotonic() + patience_s
         while True:
-            make_directory(run / ".capd")
+            if is_there:
+                # Without parents: a run that was just removed is not made again.
+                (run / ".capd").mkdir(mode=0o700, exist_ok=True)
+            else:
+                make_directory(run / ".capd")
             fd = _opened(run, os.O_RDWR | os.O_CREAT)
             try:
                 # After the wait, the run may have been removed with its lock file.

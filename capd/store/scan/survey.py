@@ -3,22 +3,28 @@
 Rows come from COMMIT frames. A COMMIT can be lost, or a Zarr tool can rewrite a shard without its frames. The published
 moments and shapes then identify the record. It stays readable, but without its statistics and metadata. A survey is
 slower than a catalog, because it reads every frame header of every shard.
+
+The COMMITs of a shard that was moved to an object store are not read. Its records come from the published columns, too:
+they keep their numbers and moments, and their elements are read from the object. Their statistics and metadata are
+unknown, and so are client and sequence: a client that sends one of them again would not be recognised.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from capd.errors import DamagedRecord
+from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog.rows import SeriesRow
 from capd.store.disk.layout import series_on_disk
 from capd.store.format.dtypes import stored_shape
 from capd.store.format.frames import UNKNOWN_CLIENT, UNKNOWN_MOMENT, RecordRow, SeriesHeader
 from capd.store.scan.described import described
+from capd.store.scan.moved_shard import MovedShard, moved_shard
 from capd.store.scan.published import Published, read_published
 from capd.store.scan.scan import ScannedLog, ScannedShard, read_log, scan_shard
 from capd_client.protocol.key import MAX_NDIM, Moment
@@ -26,6 +32,7 @@ from capd_client.protocol.key import MAX_NDIM, Moment
 __all__ = [
     "SurveyedSeries",
     "log_if_readable",
+    "moved_shards",
     "row_from_columns",
     "scan_if_readable",
     "shard_files",
@@ -46,6 +53,7 @@ class SurveyedSeries:
         shares: Record number → its share of the stored bytes of its commit.
         stored_nbytes: The stored bytes of all records.
         lost: The numbers below the newest record without a row.
+        moved: The shards that are in an object store.
     """
 
     header: SeriesHeader
@@ -53,6 +61,7 @@ class SurveyedSeries:
     shares: dict[int, int] = field(default_factory=dict)
     stored_nbytes: int = 0
     lost: list[int] = field(default_factory=list)
+    moved: dict[int, MovedShard] = field(default_factory=dict)
 
     def keep_numbers(self) -> None:
         """Give each lost record a row that marks it as lost.
@@ -110,16 +119,19 @@ def survey_series(run: Path, path: str, node: str, header: SeriesHeader | None) 
     if header is None or not (own or is_own):
         logger.warning("%s: nothing identifies the series; `capd verify` lists the damage", path)
         return None
-    for number, before in scans.items():
-        if before is None and (again := scan_if_readable(files[number], (header, number))) is not None:
+    moved = moved_shards(run, path)
+    unread = [number for number, before in scans.items() if before is None and number not in moved]
+    for number in unread:
+        if (again := scan_if_readable(files[number], (header, number))) is not None:
             own[number] = again
-    found = SurveyedSeries(header)
+    found = SurveyedSeries(header, moved=moved)
     for _, scanned in sorted(own.items()):
         for run_ in scanned.runs:
             found.stored_nbytes += run_.end - run_.start
             for record, row in enumerate(run_.commit.rows, run_.commit.first):
                 found.rows[record], found.shares[record] = row, run_.share
     _fill(found, published)
+    _count_moved(found)
     found.rows = dict(sorted(found.rows.items()))
     return found
 
@@ -138,6 +150,20 @@ def shard_files(series: Path) -> dict[int, Path]:
         if place.exists() and not place.is_dir():
             found[int(entry.name)] = place
     return dict(sorted(found.items()))
+
+
+def moved_shards(run: Path, path: str) -> dict[int, MovedShard]:
+    """Return the shards of a series that were moved to an object store, by number.
+
+    A damaged stub is left out: who reads or checks the shard finds the damage.
+    """
+    found: dict[int, MovedShard] = {}
+    for number, file in shard_files(run / path).items():
+        with contextlib.suppress(OSError, StoreError):
+            moved = moved_shard(run, file)
+            if moved is not None:
+                found[number] = moved
+    return found
 
 
 def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:
@@ -185,11 +211,28 @@ def _fill(found: SurveyedSeries, published: Published | None) -> None:
     found.lost = [number for number in missing if number not in found.rows]
     while found.lost and found.lost[-1] > max(found.rows, default=-1):
         found.lost.pop()
-    named = len(missing) - len(found.lost)
-    if missing:
+    per_shard = found.header.geometry.shard_records
+    uncommitted = [number for number in missing if number // per_shard not in found.moved]
+    if uncommitted:
         logger.warning(
             "%s: the commits of %d records are lost; the published moments identify %d of the records",
-            found.header.path, len(missing), named,
+            found.header.path, len(uncommitted), len({*uncommitted} - {*found.lost}),
+        )  # fmt: skip
+
+
+def _count_moved(found: SurveyedSeries) -> None:
+    """Count the bytes of moved shards for their records."""
+    per_shard = found.header.geometry.shard_records
+    for number, moved in found.moved.items():
+        records = [n for n in range(number * per_shard, (number + 1) * per_shard) if n in found.rows]
+        # The index and the HEADER count with the records. Nothing else is known here.
+        share = moved.nbytes // max(1, len(records))
+        found.shares |= dict.fromkeys(records, share)
+        found.stored_nbytes += share * len(records)
+    if found.moved:
+        logger.warning(
+            "%s: the commits of %d shards are at %s; the published moments identify their records",
+            found.header.path, len(found.moved), next(iter(found.moved.values())).to,
         )  # fmt: skip
 
 

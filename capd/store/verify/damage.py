@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -47,7 +48,17 @@ class Damage:
 
 @dataclass(slots=True)
 class Report:
-    """The findings in a run or in a part of it. records: the number found. nbytes: the bytes read and checked."""
+    """The findings in a run or in a part of it.
+
+    Attributes:
+        run: The directory of the run.
+        series: The number of series.
+        records: The number of records found.
+        nbytes: The bytes read and checked.
+        damaged: The damage.
+        notes: What is odd, but no damage.
+        moved: The numbers of shards that were moved to an object store, by the address of the run there.
+    """
 
     run: RunPlace
     series: int = 0
@@ -55,6 +66,7 @@ class Report:
     nbytes: int = 0
     damaged: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    moved: Counter[str] = field(default_factory=Counter)
 
     @property
     def ok(self) -> bool:
@@ -67,6 +79,7 @@ class Report:
         self.nbytes += part.nbytes
         self.damaged += part.damaged
         self.notes += part.notes
+        self.moved.update(part.moved)
 
     def find(
         self,

@@ -109,6 +109,10 @@ def verify_run(
         if progress is not None:
             progress(report.nbytes)
     report.notes += [f"{path}: is not part of the run" for path in foreign_files(run)]
+    report.notes += [
+        f"{shards:,} shards of {run.name} are at {to} and were not checked: `capd verify {to}` checks them"
+        for to, shards in sorted(report.moved.items())
+    ]
     report.damaged.sort(key=lambda d: (d.series, d.records[:1], d.file, d.offset or 0))
     return report
 

@@ -6,17 +6,21 @@ shape, the logs). Then come the files that must keep them. Last come the catalog
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import msgspec
 
 from capd.errors import DamagedRecord
+from capd.store.catalog.opening import connect_read_only
+from capd.store.catalog.rows import stored_between
 from capd.store.catalog.sums import Slice, read_slice
 from capd.store.disk.layout import partial_path, shard_path
 from capd.store.format.dtypes import stored_shape
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow
 from capd.store.format.ranges import RangeSet
+from capd.store.scan.moved_shard import moved_shard
 from capd.store.verify.damage import Kind, Report
 from capd.store.verify.file import CheckedFile, check_file
 from capd.store.verify.series import SeriesPromise
@@ -50,8 +54,9 @@ class _ShardCheck:
         partial = partial_path(promise.spool, promise.header.path, self._number)
         open_file = self._file(partial, self._range.start, sealed=False)
         path = promise.files.get(self._number) or shard_path(promise.run, promise.header, self._number)
-        sealed = self._file(path, promise.shape0, sealed=True)
-        if sealed is None and promise.shape0 > self._range.start:
+        moved = self._moved(path)
+        sealed = None if moved else self._file(path, promise.shape0, sealed=True)
+        if not moved and sealed is None and promise.shape0 > self._range.start:
             lost = range(self._range.start, min(promise.shape0, self._range.stop))
             self._find("shard", lost, path, "the shard is missing")
         rows = {n: row for n, row in promise.logged.items() if n in self._range}
@@ -59,6 +64,8 @@ class _ShardCheck:
             rows |= {} if file is None or file.is_foreign else file.rows
         nameless = self._nameless(sealed)
         self.out.records = len(rows.keys() | nameless)
+        # The catalog must have all records of a moved shard.
+        nameless |= set(self._range if moved else ())
         self._check_columns(sealed)
         self._check_catalog(rows, nameless, sealed)
         return self.out
@@ -80,6 +87,36 @@ class _ShardCheck:
         if found.header is not None and found.header != promise.header and not found.is_foreign:
             self._find("catalog", (), path, "the catalog describes the series differently than its HEADER")
         return found
+
+    def _moved(self, path: Path) -> bool:
+        """Return whether the shard is in an object store, or was and its stub is damaged. Only the stub is checked."""
+        promise = self._promise
+        try:
+            moved = moved_shard(promise.run, path)
+            if moved is None:
+                return False
+            if promise.shape0 < self._range.stop:
+                raise DamagedRecord(
+                    f"the stub says that the shard was moved to {moved.to}, but only {promise.shape0} records are "
+                    "published"
+                )
+            stored = self._stored_nbytes()
+            if moved.nbytes < stored:
+                raise DamagedRecord(
+                    f"the stub says that the shard has {moved.nbytes} bytes, but the catalog counts {stored}"
+                )
+            self.out.moved[str(moved.to)] += 1
+        except DamagedRecord as error:
+            self._find("shard", self._range, path, str(error))
+        return True
+
+    def _stored_nbytes(self) -> int:
+        """Return the stored bytes of the shard's records as the catalog counts them; 0 without a catalog."""
+        if self._promise.catalog is None:
+            return 0
+        path, identity = self._promise.catalog
+        with contextlib.closing(connect_read_only(path)) as database:
+            return stored_between(database, identity, self._range.start, self._range.stop)
 
     def _nameless(self, sealed: CheckedFile | None) -> set[int]:
         """Return the records in a shard that a Zarr tool rewrote: they have an index entry but no COMMIT."""
