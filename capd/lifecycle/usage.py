@@ -13,6 +13,7 @@ from capd.lifecycle.inventory import RunFacts
 from capd.store.catalog.rows import SeriesRow
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.read.node import NodeView
+from capd.store.scan.moved_shard import STUB_GLOB
 
 __all__ = ["FIELDS", "Usage", "spare_files", "usage_by", "walked"]
 
@@ -96,6 +97,8 @@ def spare_files(run: Path) -> Iterator[tuple[Path, int]]:
         if directory.is_symlink() or directory.parent.is_symlink():
             continue
         place, spool = directory / "quarantine", directory / "spool"
+        for path in directory.glob(STUB_GLOB):
+            yield path, walked(path)[1]
         if place.is_dir() and not place.is_symlink():
             yield place, walked(place)[1]
         if spool.is_symlink():

@@ -24,10 +24,13 @@ from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.format.codecs import crc32c
 from capd.store.objects.address import Address, parse_address
 
-__all__ = ["MAX_STUB_NBYTES", "MovedShard", "encode_stub", "moved_shard", "read_stub"]
+__all__ = ["MAX_STUB_NBYTES", "STUB_GLOB", "MovedShard", "encode_stub", "moved_shard", "read_stub"]
 
 MAX_STUB_NBYTES = 8192
 """No stub is larger. A file of more bytes need not be opened to know that it is none."""
+
+STUB_GLOB = "moving-*.tmp"
+"""The names of new stubs in the directory of a node, before they take the place of their shards."""
 
 STUB_FORMAT = 1
 _MAGIC = b"capd moved shard\n"

@@ -27,7 +27,7 @@ from capd.store.disk.layout import node_directory, shard_path
 from capd.store.disk.run_lock import RunLock
 from capd.store.format.frames import SeriesHeader
 from capd.store.objects.bucket import Bucket
-from capd.store.scan.moved_shard import MAX_STUB_NBYTES, MovedShard, encode_stub, moved_shard
+from capd.store.scan.moved_shard import MAX_STUB_NBYTES, STUB_GLOB, MovedShard, encode_stub, moved_shard
 from capd.store.segments.series_table import SeriesEntry, ShardObject
 from capd.store.upload.checking import problem_of
 from capd.store.upload.move_policy import MovePolicy, used_fraction
@@ -36,7 +36,6 @@ __all__ = ["ShardMover", "UploadedPart"]
 
 logger = logging.getLogger(__name__)
 
-_STUB_GLOB = "moving-*.tmp"
 # The time after which a shard whose object was found wrong is looked at again.
 _AGAIN_S = 3600.0
 _PATIENCE_S = 0.5
@@ -130,7 +129,7 @@ class ShardMover:
             return
         with contextlib.closing(connect_read_only(catalog)) as database:
             rows = {row.header.path: row for row in read_series(database)}
-        for left in directory.glob(_STUB_GLOB):
+        for left in directory.glob(STUB_GLOB):
             unlink(left, missing_ok=True)
         for entry in part.entries:
             row = rows.get(entry.row.header.path)
@@ -232,7 +231,7 @@ def _replace(one: _Candidate) -> None:
     directory = node_directory(one.part.run, one.part.node)
     stub = encode_stub(MovedShard(one.part.bucket.address, one.key, one.known.nbytes, one.known.crc32c))
     # Its own name, because a process that was not killed may do the same.
-    temporary = directory / _STUB_GLOB.replace("*", f"{os.getpid()}-{time.monotonic_ns()}")
+    temporary = directory / STUB_GLOB.replace("*", f"{os.getpid()}-{time.monotonic_ns()}")
     try:
         new_file(temporary, [stub])
         sync_paths([temporary], directory)
