@@ -23,6 +23,7 @@ from capd.store.format.dtypes import stored_shape
 from capd.store.format.encode import as_array
 from capd.store.format.frames import RecordHead, SeriesHeader
 from capd.store.read.locate import Locator
+from capd.store.read.moved_objects import MovedObjects
 from capd.store.read.parallel import Job, run_jobs
 from capd.store.read.recent import Recent
 from capd.store.read.shard_file import FileCache, Place, ShardFile
@@ -42,12 +43,13 @@ ReadFile: TypeAlias = ShardFile | ShardWindows
 
 @dataclass(slots=True)
 class ReadTools:
-    """The caches that all series of a Store share: open files, and decoded chunks of small records."""
+    """The caches that all series of a Store share: open files, decoded chunks of small records, and object stores."""
 
     files: FileCache = field(default_factory=lambda: FileCache(_OPEN_FILES))
     chunks: Recent[tuple[Hashable, Place], NDArray[np.generic]] = field(
         default_factory=lambda: Recent(_KEPT_CHUNKS)
     )
+    objects: MovedObjects = field(default_factory=MovedObjects)
 
 
 class _Plan(NamedTuple):
@@ -69,7 +71,9 @@ class RecordReader:
     def __init__(self, node: RunNode, header: SeriesHeader, tools: ReadTools) -> None:
         self._node, self._header, self._chunks = node, header, tools.chunks
         self._locator = (
-            node.locator(header) if isinstance(node, RemoteNode) else Locator(node, header, tools.files)
+            node.locator(header)
+            if isinstance(node, RemoteNode)
+            else Locator(node, header, tools.files, tools.objects)
         )
         # The plans of whole records, by shape.
         self._whole: Recent[tuple[int, ...], _Plan] = Recent(_KEPT_PLANS)

@@ -1,4 +1,4 @@
-"""Finds the file that holds a record now: the small log, a `.partial`, or a sealed shard.
+"""Finds the file that holds a record now: the small log, a `.partial`, or a sealed shard, which may be in a bucket.
 
 A file is used only if its COMMIT frame names exactly this capture: client, sequence, shape and chunks as in the
 catalog. Records may move from log to `.partial` to sealed shard during a read. The old place stays readable until the
@@ -8,14 +8,18 @@ new one is complete, so a second search finds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.disk.layout import shard_path
 from capd.store.format.frames import RecordHead, SeriesHeader
 from capd.store.format.log_places import log_of, log_path, offset_of
+from capd.store.read.moved_objects import MovedObjects, MovedRecords
 from capd.store.read.node import NodeView
 from capd.store.read.shard_file import FileCache, Place, ShardFile, is_same_series
+from capd.store.remote.locate import RemotePlace
+from capd.store.scan.moved_shard import MAX_STUB_NBYTES, MovedShard, read_stub
 from capd.store.scan.published import read_shape
 from capd.store.shards.small_log import read_small
 
@@ -23,6 +27,7 @@ __all__ = ["Located", "Locator"]
 
 # Enough for log → partial → sealed, and for a new shard file at each continuation during the search.
 _ATTEMPTS = 5
+T = TypeVar("T")
 
 
 class Located(NamedTuple):
@@ -36,8 +41,9 @@ class Located(NamedTuple):
 class Locator:
     """The search for records of one series of one node."""
 
-    def __init__(self, node: NodeView, header: SeriesHeader, files: FileCache) -> None:
+    def __init__(self, node: NodeView, header: SeriesHeader, files: FileCache, objects: MovedObjects) -> None:
         self._node, self._header, self._files = node, header, files
+        self._moved = MovedRecords(header, objects)
         # The paths of shards. Joining them for each read would cost as much as a small read.
         self._paths: dict[int, str] = {}
 
@@ -46,18 +52,19 @@ class Locator:
         return False
 
     def prepare(self, numbers: Sequence[int], ordinals: tuple[int, ...], wanted: Collection[int]) -> None:
-        """Prepare the reading of several records of one shape. Files need none."""
+        """Prepare the reading of several records of one shape. Files need none, but for those that were moved."""
+        self._moved.prepare(numbers, ordinals, wanted)
 
     def find(
         self, number: int, record: RecordHead, ordinals: tuple[int, ...], wanted: Collection[int] = ()
-    ) -> Located:
+    ) -> Located | RemotePlace:
         """Find a record.
 
         Args:
             number: The record's number in its series.
             record: The capture that the catalog names.
             ordinals: All chunks of the record.
-            wanted: The chunks that will be read; a file needs no notice.
+            wanted: The chunks that will be read. Only those of a moved shard are fetched here.
 
         Raises:
             RemovedRun: The run or the series was removed since the view was made.
@@ -66,7 +73,7 @@ class Locator:
         """
         for _ in range(_ATTEMPTS):
             for look in (self._in_log, self._in_partial, self._in_sealed):
-                found = look(number, record, ordinals)
+                found = look(number, record, ordinals, wanted)
                 if found is not None:
                     return found
             self._node.look_again()
@@ -84,7 +91,7 @@ class Locator:
         """Return the error for a file that cannot be read."""
         return StoreError(f"cannot read {self._header.path}#{number} in {file}: {error}")
 
-    def _guarded(self, number: int, file: str, look: Callable[[], Located | None]) -> Located | None:
+    def _guarded(self, number: int, file: str, look: Callable[[], T | None]) -> T | None:
         try:
             return look()
         except FileNotFoundError:
@@ -94,7 +101,9 @@ class Locator:
         except OSError as error:
             raise self.failure(number, error, file) from error
 
-    def _in_log(self, number: int, record: RecordHead, _: tuple[int, ...]) -> Located | None:
+    def _in_log(
+        self, number: int, record: RecordHead, _: tuple[int, ...], __: Collection[int]
+    ) -> Located | None:
         spooled = self._node.spooled.get(self._header.path)
         place = None if spooled is None else spooled.places.get((record.client, record.sequence))
         if place is None:
@@ -111,7 +120,9 @@ class Locator:
 
         return self._guarded(number, path, look)
 
-    def _in_partial(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
+    def _in_partial(
+        self, number: int, record: RecordHead, ordinals: tuple[int, ...], _: Collection[int]
+    ) -> Located | None:
         geometry = self._header.geometry
         spooled = self._node.spooled.get(self._header.path)
         if spooled is None or number // geometry.shard_records not in spooled.shards:
@@ -134,12 +145,16 @@ class Locator:
 
         return self._guarded(number, str(path), look)
 
-    def _in_sealed(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Located | None:
+    def _in_sealed(
+        self, number: int, record: RecordHead, ordinals: tuple[int, ...], wanted: Collection[int]
+    ) -> Located | RemotePlace | None:
         geometry, header = self._header.geometry, self._header
         shard, path = self._shard(number)
 
-        def look() -> Located | None:
+        def look() -> Located | MovedShard | None:
             file = self._files.open(path)
+            if file.nbytes <= MAX_STUB_NBYTES and (moved := self._stub(file)) is not None:
+                return moved
             if file.belongs_to(header, shard) is False:
                 raise DamagedRecord("its HEADER frame and the catalog describe different shards")
             slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
@@ -155,7 +170,15 @@ class Locator:
                 raise DamagedRecord("the shard's index lacks a chunk of it")
             return Located(file, places)
 
-        return self._guarded(number, path, look)
+        found: Located | MovedShard | None = self._guarded(number, path, look)
+        if isinstance(found, MovedShard):
+            return self._moved.find(found, number, record, ordinals, wanted)
+        return found
+
+    def _stub(self, file: ShardFile) -> MovedShard | None:
+        """Return where a shard was moved to; None if the file is no stub."""
+        key = Path(file.path).relative_to(self._node.run).as_posix()
+        return read_stub(file.read((0, file.nbytes)), key)
 
     def _is_published(self, number: int, file: ShardFile) -> bool:
         """Return whether plain Zarr readers see the record in exactly this file.

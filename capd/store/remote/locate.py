@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from capd.errors import DamagedRecord, ObjectStoreError, StoreError
-from capd.store.format.frames import RecordHead, SeriesHeader
+from capd.store.format.frames import UNKNOWN_CLIENT, RecordHead, SeriesHeader
 from capd.store.remote.shard import RemoteShard, ShardWindows
 
 __all__ = ["RemoteLocator", "RemotePlace"]
@@ -123,7 +123,7 @@ class RemoteLocator:
         # Index and chunk have checksums of their own, as for a shard that a Zarr tool has written again.
         if found is None and not shard.has_index:
             raise DamagedRecord("no COMMIT frame names it")
-        if found is not None and (found[0] != record.capture or not found[1].issuperset(slots.values())):
+        if found is not None and not (_is_capture(found[0], record) and found[1].issuperset(slots.values())):
             raise DamagedRecord("its COMMIT frame and the segment name different captures")
         if len(places) < len(slots):
             raise DamagedRecord("the shard's index lacks a chunk of it")
@@ -135,3 +135,10 @@ class RemoteLocator:
         if found is None:
             found = self._shards[at] = self._shard_of(at)
         return found
+
+
+def _is_capture(found: tuple[bytes, int, tuple[int, ...]], record: RecordHead) -> bool:
+    """Return whether a COMMIT names a record. A catalog that was lost may know only the record's moment and shape."""
+    if record.client == UNKNOWN_CLIENT:
+        return found[2] == record.shape
+    return found == record.capture

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from capd.errors import DamagedRecord
+from capd.errors import DamagedRecord, StoreError
 from capd.store.format.frames import SeriesHeader
 from capd.store.scan.described import array_problems
 from capd.store.scan.published import array_in, read_array
-from capd.store.scan.survey import shard_files
+from capd.store.scan.survey import moved_shards, shard_files
 
 __all__ = ["check_array", "check_document"]
 
@@ -19,7 +19,14 @@ def check_array(run: Path, header: SeriesHeader) -> None:
 
     Raises:
         DamagedRecord: The metadata does not match, or cannot be read.
+        StoreError: Shards were moved to an object store. The message says where.
     """
+    if moved := moved_shards(run, header.path):
+        to = next(iter(moved.values())).to
+        raise StoreError(
+            f"{header.path}: {len(moved)} shards were moved to {to}, where plain Zarr readers find them; "
+            f"`capd.open('{to}')` has the array, and `numpy` reads single records from here"
+        )
     held = header.geometry.shard_records * len(shard_files(run / header.path))
     _check(read_array(run / header.path), header, held)
 

@@ -1,0 +1,173 @@
+"""Records whose shards were moved are read, copied, repaired and recovered as if they were here."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import capd
+from capd.errors import DamagedRecord, StoreError
+from capd.store.catalog.rows import CATALOG_NAME
+from capd.store.scan.survey import moved_shards, shard_files
+from capd.store.verify.run import verify_run
+from tests.kit.store.content import content_of
+from tests.kit.store.moving import LARGE, SMALL, address_of, moved, put_steps, written
+from tests.kit.store.reading import assert_capd_reads
+from tests.kit.store.writing import Writer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Writer:
+    """The writer of a run whose full shards were moved."""
+    writer = written(tmp_path / "store")
+    moved(writer.run, address_of(tmp_path / "remote"))
+    return writer
+
+
+def test_moved_records_are_read(run: Writer) -> None:
+    """Whole records, parts of them, stacks and statistics: bit for bit, beside those that are here."""
+    assert_capd_reads(run.run, run.held)
+    store = capd.open(run.run)
+    for path in (LARGE, SMALL):
+        series = store[path]
+        expected = next(held for (key, _), held in run.held.items() if key == series.key)
+        assert series.stack(slice(None), bits=True).tobytes() == np.stack([bits for _, bits in expected]).tobytes()
+        part = series.numpy(1, np.s_[3:40:2, 5])
+        assert part.tobytes() == expected[1][1][3:40:2, 5].tobytes()
+
+
+def test_plain_arrays_say_where_they_are(run: Writer) -> None:
+    """`Series.zarr` of a moved series names the address instead of a checksum."""
+    with pytest.raises(StoreError, match=r"shards were moved to file:///.*run\.zarr"):
+        capd.open(run.run)[LARGE].zarr()
+
+
+def test_a_missing_object_is_damage(run: Writer, tmp_path: Path) -> None:
+    """The message says where the record was moved to, and that it is gone."""
+    gone = tmp_path / "remote" / "run.zarr" / LARGE / "data" / "c" / "0" / "0" / "0"
+    gone.unlink()
+    series = capd.open(run.run)[LARGE]
+    with pytest.raises(DamagedRecord, match=r"#0 was moved to file:///.*but there is no such object"):
+        series.numpy(0)
+    assert series.numpy(len(series) - 1).any()
+
+
+def test_a_corrupt_object_is_damage(run: Writer, tmp_path: Path) -> None:
+    """A flipped byte of a chunk never becomes a value."""
+    place = tmp_path / "remote" / "run.zarr" / LARGE / "data" / "c" / "0" / "0" / "0"
+    payload = bytearray(place.read_bytes())
+    for at in range(2000, len(payload) - 100, 5000):
+        payload[at] ^= 1
+    place.write_bytes(payload)
+    with pytest.raises(DamagedRecord):
+        capd.open(run.run)[LARGE].numpy(0)
+
+
+def test_without_the_extra_the_message_says_what_to_install(run: Writer, monkeypatch) -> None:
+    """One line that names the record, its address and the package."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError) as caught:
+        capd.open(run.run)[LARGE].numpy(0)
+    assert "was moved to file:///" in str(caught.value)
+    assert 'pip install "capd[store]"' in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_store_is_named(tmp_path: Path, monkeypatch) -> None:
+    """Nobody listens at the endpoint: one line says so, and the records that are here are read."""
+    from capd.store.objects.address import parse_address
+    from capd.store.scan.moved_shard import MovedShard, encode_stub, moved_shard
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    writer = written(tmp_path / "store")
+    moved(writer.run, address_of(tmp_path / "remote"))
+    file = shard_files(writer.run / LARGE)[0]
+    stub = moved_shard(writer.run, file)
+    assert stub is not None
+    there = MovedShard(parse_address("s3://bucket/run.zarr"), stub.key, stub.nbytes, stub.crc32c)
+    file.write_bytes(encode_stub(there))
+    series = capd.open(writer.run)[LARGE]
+    with pytest.raises(StoreError, match=r"#0 was moved to s3://bucket/run\.zarr/.*: ") as caught:
+        series.numpy(0)
+    assert not isinstance(caught.value, DamagedRecord)
+    assert series.numpy(len(series) - 1).any()
+
+
+def test_a_run_goes_on_after_its_shards_were_moved(run: Writer, tmp_path: Path) -> None:
+    """The next job continues the last shards; they are moved later, and everything is read."""
+    again = Writer(run.run.parent, shard_nbytes=1 << 20)
+    again.held, again.sequence = run.held, run.sequence
+    put_steps(again, 9, 14)
+    again.close()
+    assert not again.outcomes.refusals
+    assert verify_run(again.run).ok
+    assert_capd_reads(again.run, again.held)
+    before = {path: set(moved_shards(again.run, path)) for path in (LARGE, SMALL)}
+    remote = tmp_path / "remote" / "run.zarr"
+    for path in (LARGE, SMALL):
+        for number in before[path]:
+            assert (remote / path / "data" / "c" / str(number) / "0" / "0").is_file()
+
+
+def test_a_lost_catalog_is_rebuilt_from_the_published_moments(run: Writer, caplog) -> None:
+    """Numbers, moments and shapes stay; the elements are read from the object store; the rest of the run is whole."""
+    before = content_of(run.run)
+    catalog = run.run / ".capd" / "node=n0" / CATALOG_NAME
+    catalog.unlink()
+    with caplog.at_level(logging.WARNING):
+        without = [len(series) for series in capd.open(run.run).series]
+    assert without == [9, 72]
+    writer = Writer(run.run.parent, shard_nbytes=1 << 20)
+    writer.held, writer.sequence = run.held, run.sequence
+    put_steps(writer, 9, 12)
+    writer.close()
+    assert not writer.outcomes.refusals
+    assert verify_run(run.run).ok
+    store = capd.open(run.run)
+    for (key, _), held in run.held.items():
+        [series] = [one for one in store.series if one.key == key]
+        assert [record.iteration for record in series.records] == [moment.iteration for moment, _ in held]
+        for number, (_, bits) in enumerate(held):
+            assert series.numpy(number).tobytes() == bits.tobytes()
+    assert before.keys() == content_of(run.run).keys()
+
+
+def test_a_damaged_catalog_and_a_spool_with_more(tmp_path: Path) -> None:
+    """A kill, moved shards and no catalog at once: nothing that is in the spool is lost or renumbered."""
+    from tests.kit.store.damaging import image
+
+    writer = written(tmp_path / "store", steps=5)
+    moved(writer.run, address_of(tmp_path / "remote"))
+    again = Writer(writer.run.parent, shard_nbytes=1 << 20)
+    again.held, again.sequence = writer.held, writer.sequence
+    put_steps(again, 5, 8)
+    again.flush()
+    killed = image(again, tmp_path / "killed")
+    again.close()
+    (killed / ".capd" / "node=n0" / CATALOG_NAME).write_bytes(b"no catalog at all")
+    for suffix in ("-wal", "-shm"):
+        (killed / ".capd" / "node=n0" / f"{CATALOG_NAME}{suffix}").unlink(missing_ok=True)
+    last = Writer(killed.parent, shard_nbytes=1 << 20)
+    last.close()
+    assert verify_run(killed).ok
+    store = capd.open(killed)
+    for (key, _), held in again.held.items():
+        [series] = [one for one in store.series if one.key == key]
+        assert len(series) == len(held)
+        for number, (moment, bits) in enumerate(held):
+            assert series.records[number].iteration == moment.iteration
+            assert series.numpy(number).tobytes() == bits.tobytes()
+
+
+def test_a_removed_stub_is_a_missing_shard(run: Writer) -> None:
+    """What verify says of a shard that is neither here nor moved stays damage."""
+    shutil.rmtree(run.run / LARGE / "data" / "c" / "0")
+    assert any("the shard is missing" in one.what for one in verify_run(run.run).damaged)
