@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.disk.layout import shard_path
@@ -27,7 +27,6 @@ __all__ = ["Located", "Locator"]
 
 # Enough for log → partial → sealed, and for a new shard file at each continuation during the search.
 _ATTEMPTS = 5
-T = TypeVar("T")
 
 
 class Located(NamedTuple):
@@ -36,6 +35,9 @@ class Located(NamedTuple):
     file: ShardFile
     places: Mapping[int, Place]
     raw: bytes | None = None
+
+
+Found: TypeAlias = Located | MovedShard
 
 
 class Locator:
@@ -73,7 +75,9 @@ class Locator:
         """
         for _ in range(_ATTEMPTS):
             for look in (self._in_log, self._in_partial, self._in_sealed):
-                found = look(number, record, ordinals, wanted)
+                found = look(number, record, ordinals)
+                if isinstance(found, MovedShard):
+                    return self._moved.find(found, number, record, ordinals, wanted)
                 if found is not None:
                     return found
             self._node.look_again()
@@ -91,7 +95,7 @@ class Locator:
         """Return the error for a file that cannot be read."""
         return StoreError(f"cannot read {self._header.path}#{number} in {file}: {error}")
 
-    def _guarded(self, number: int, file: str, look: Callable[[], T | None]) -> T | None:
+    def _guarded(self, number: int, file: str, look: Callable[[], Found | None]) -> Found | None:
         try:
             return look()
         except FileNotFoundError:
@@ -101,9 +105,7 @@ class Locator:
         except OSError as error:
             raise self.failure(number, error, file) from error
 
-    def _in_log(
-        self, number: int, record: RecordHead, _: tuple[int, ...], __: Collection[int]
-    ) -> Located | None:
+    def _in_log(self, number: int, record: RecordHead, _: tuple[int, ...]) -> Found | None:
         spooled = self._node.spooled.get(self._header.path)
         place = None if spooled is None else spooled.places.get((record.client, record.sequence))
         if place is None:
@@ -120,9 +122,7 @@ class Locator:
 
         return self._guarded(number, path, look)
 
-    def _in_partial(
-        self, number: int, record: RecordHead, ordinals: tuple[int, ...], _: Collection[int]
-    ) -> Located | None:
+    def _in_partial(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Found | None:
         geometry = self._header.geometry
         spooled = self._node.spooled.get(self._header.path)
         if spooled is None or number // geometry.shard_records not in spooled.shards:
@@ -145,13 +145,11 @@ class Locator:
 
         return self._guarded(number, str(path), look)
 
-    def _in_sealed(
-        self, number: int, record: RecordHead, ordinals: tuple[int, ...], wanted: Collection[int]
-    ) -> Located | RemotePlace | None:
+    def _in_sealed(self, number: int, record: RecordHead, ordinals: tuple[int, ...]) -> Found | None:
         geometry, header = self._header.geometry, self._header
         shard, path = self._shard(number)
 
-        def look() -> Located | MovedShard | None:
+        def look() -> Found | None:
             file = self._files.open(path)
             if file.nbytes <= MAX_STUB_NBYTES and (moved := self._stub(file)) is not None:
                 return moved
@@ -170,10 +168,7 @@ class Locator:
                 raise DamagedRecord("the shard's index lacks a chunk of it")
             return Located(file, places)
 
-        found: Located | MovedShard | None = self._guarded(number, path, look)
-        if isinstance(found, MovedShard):
-            return self._moved.find(found, number, record, ordinals, wanted)
-        return found
+        return self._guarded(number, path, look)
 
     def _stub(self, file: ShardFile) -> MovedShard | None:
         """Return where a shard was moved to; None if the file is no stub."""

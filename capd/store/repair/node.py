@@ -27,9 +27,10 @@ from capd.store.documents.zarr_json import run_ids
 from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
-from capd.store.recover.salvage import Salvaged, ShardSource
+from capd.store.recover.salvage import Salvaged
 from capd.store.repair.catalog import UNREADABLE, readable_rows
 from capd.store.repair.result import LostRecord, Repair
+from capd.store.repair.shards import SeriesShards
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.run_store import RunStore
 from capd.store.scan.scan import LoggedRecord
@@ -73,46 +74,6 @@ class _CatalogCopy:
         return {}
 
 
-class _Shards:
-    """The shard files of one series, open and sealed. The files of one shard number are open at a time."""
-
-    def __init__(
-        self, header: SeriesHeader, partials: dict[int, Path], sealed: dict[int, Path], published: int
-    ) -> None:
-        self._header, self._number = header, -1
-        # A shared chunk of a sealed shard has zeros in place of records that are not published.
-        self._places = ((partials, 0), (sealed, published))
-        self._sources: list[tuple[ShardSource, int]] = []
-        self._files = contextlib.ExitStack()
-
-    def __enter__(self) -> _Shards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def take(self, number: int, row: RecordRow) -> Salvaged | None:
-        """Return the elements of a record from the first intact copy; None if there is none."""
-        shard = number // self._header.geometry.shard_records
-        if shard != self._number:
-            self._close()
-            self._number = shard
-            for files, published in self._places:
-                with contextlib.suppress(KeyError, OSError):
-                    source = self._files.enter_context(ShardSource(files[shard], self._header, shard))
-                    self._sources.append((source, published))
-        for source, published in self._sources:
-            if number in source.scanned.rows or number < published:
-                taken = source.take(number, row)
-                if taken is not None:
-                    return taken
-        return None
-
-    def _close(self) -> None:
-        self._files.close()
-        self._sources.clear()
-
-
 class DamagedNode:
     """One node's part of the damaged run and of the new run."""
 
@@ -122,6 +83,7 @@ class DamagedNode:
         self._run, self._node, self._done, self._progress = run, node, done, progress
         directory = node_directory(run, node)
         self._catalog = _CatalogCopy(directory / CATALOG_NAME, root / f"{node}.sqlite")
+        self._scratch = root / f"{node}.shard"
         self._headers = {path: row.header for path, row in self._catalog.series.items()}
         # By series: the open shards, and all records of the spool with their numbers.
         self._partials: dict[str, dict[int, Path]] = {}
@@ -201,7 +163,10 @@ class DamagedNode:
         plan, lost = Plan(header), list[tuple[int, RecordRow | None]]()
         # The capture of each saved record, and its moment and shape.
         saved: set[tuple[object, ...]] = set()
-        with _Shards(header, self._partials.get(path, {}), files, published) as shards:
+        moved = {} if surveyed is None else surveyed.moved
+        with SeriesShards(
+            header, self._partials.get(path, {}), files, published, moved, self._scratch
+        ) as shards:
             for number, row in self._records(path, sealed):
                 if row is None:
                     lost.append((number, None))
@@ -211,6 +176,7 @@ class DamagedNode:
                     if taken is None:
                         lost.append((number, row))
                     else:
+                        row = shards.named(number, row)
                         self._commit(plan, row, taken)
                         saved |= {row.capture, (row.moment, row.shape)}
         self._flush()

@@ -171,3 +171,29 @@ def test_a_removed_stub_is_a_missing_shard(run: Writer) -> None:
     """What verify says of a shard that is neither here nor moved stays damage."""
     shutil.rmtree(run.run / LARGE / "data" / "c" / "0")
     assert any("the shard is missing" in one.what for one in verify_run(run.run).damaged)
+
+
+@pytest.mark.parametrize("has_catalog", [True, False])
+def test_a_repair_brings_moved_shards_back(run: Writer, tmp_path: Path, has_catalog: bool) -> None:
+    """The new run has every record with its statistics, on this disk; what is lost in the object store is listed."""
+    from capd.store.repair.repair import repair
+
+    if not has_catalog:
+        (run.run / ".capd" / "node=n0" / CATALOG_NAME).write_bytes(b"no catalog")
+    done = repair(run.run, tmp_path / "new.zarr")
+    assert done.is_complete
+    assert_capd_reads(done.new, run.held)
+    assert not any(moved_shards(done.new, path) for path in (LARGE, SMALL))
+    (tmp_path / "remote" / "run.zarr" / LARGE / "data" / "c" / "0" / "0" / "0").unlink()
+    done = repair(run.run, tmp_path / "second.zarr")
+    assert [(one.path, one.number) for one in done.lost] == [(LARGE, 0), (LARGE, 1)]
+
+
+def test_a_repair_without_the_object_store_is_refused(run: Writer, tmp_path: Path, monkeypatch) -> None:
+    """Records that cannot be reached are not lost, so no run without them is made."""
+    from capd.store.repair.repair import repair
+
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError, match="cannot bring back the shard that was moved to file:///"):
+        repair(run.run, tmp_path / "new.zarr")
+    assert not (tmp_path / "new.zarr").exists()
