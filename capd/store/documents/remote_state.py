@@ -6,7 +6,6 @@ It is the only durable state. What was uploaded is in the manifest and the serie
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,6 @@ import msgspec
 
 from capd.errors import NotAStore
 from capd.store.documents.json_document import MAX_LENGTH, read_document
-from capd.store.documents.tombstone import is_series_path
 
 __all__ = ["REMOTE_STATE_NAME", "RemoteState", "encode_remote_state", "new_origin", "read_remote_state"]
 
@@ -33,7 +31,6 @@ class RemoteState(msgspec.Struct, kw_only=True):
         origin: A random text that tells this store from another one of the same node name.
         generation: The number of the last manifest that is known to be there; 0 without one.
         etag: Its entity tag.
-        evicted: The shards whose local files were deleted: pairs of first and last number by series path.
     """
 
     format: int = _FORMAT
@@ -41,11 +38,6 @@ class RemoteState(msgspec.Struct, kw_only=True):
     origin: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
     generation: Count = 0
     etag: str | None = None
-    evicted: dict[str, list[tuple[Count, Count]]] = {}
-
-    def is_evicted(self, path: str, shard: int) -> bool:
-        """Return whether the local file of a shard was deleted after its upload."""
-        return any(first <= shard <= last for first, last in self.evicted.get(path, ()))
 
 
 def new_origin() -> str:
@@ -73,17 +65,6 @@ def read_remote_state(directory: Path) -> RemoteState | None:
     if type(version) is int and version > _FORMAT:
         raise NotAStore(f"{path} has format {version}, but this capd reads up to {_FORMAT}; upgrade capd")
     try:
-        found = msgspec.convert(document, RemoteState)
-        _check(found.evicted)
-    except (msgspec.ValidationError, ValueError) as error:
+        return msgspec.convert(document, RemoteState)
+    except msgspec.ValidationError as error:
         raise NotAStore(f"{path} is no state of an upload: {error}") from error
-    return found
-
-
-def _check(evicted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    for path, ranges in evicted.items():
-        if not is_series_path(path):
-            raise ValueError(f"{path!r} is no path of a series")
-        ends = [end for both in ranges for end in both]
-        if ends != sorted(ends):
-            raise ValueError(f"the evicted shards of {path} are not in order")

@@ -30,6 +30,7 @@ from capd.store.segments.manifest import node_prefix
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.claim import UploadClaim
 from capd.store.upload.local_files import KnownFiles
+from capd.store.upload.moving import UploadedPart
 from capd.store.upload.plan import PlannedDocument, PlannedSeries, group_documents_of, shard_key
 from capd.store.upload.publish import Publication, publish
 from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote
@@ -172,6 +173,12 @@ class NodeUpload:
         if not plan.more:
             self.tools.figures.settled(self._name)
         return RoundResult(True, transfer.objects, transfer.nbytes, plan.more, plan.is_complete), False
+
+    def uploaded(self) -> UploadedPart | None:
+        """Return what the last manifest describes, for the moving of its shards; None before the first round."""
+        if self._remote is None or self._remote.manifest is None:
+            return None
+        return UploadedPart(self.run, self.node, self._bucket, list(self._remote.entries.values()))
 
     def pending(self) -> tuple[int, int]:
         """Return the number of shards that wait for their upload, and their bytes.

@@ -15,8 +15,10 @@ from capd.store.documents.json_document import is_length
 from capd.store.documents.remote_state import RemoteState
 from capd.store.format.codecs import crc32c
 from capd.store.format.columns import TABLE_ROWS
+from capd.store.scan.moved_shard import MAX_STUB_NBYTES, moved_shard
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.local_files import FileVersion, KnownFiles
+from capd.store.upload.published_node import check_moved_to
 
 __all__ = [
     "PlannedDocument",
@@ -94,7 +96,7 @@ def plan_series(
     Its documents are read before its shards are looked at: the shards hold at least what the documents name.
 
     Raises:
-        StoreError: A document cannot be read.
+        StoreError: A document cannot be read, or a shard was moved to another address.
     """
     place, path = run / row.header.path, row.header.path
     found = PlannedSeries(row, before)
@@ -116,9 +118,11 @@ def plan_series(
         try:
             version = FileVersion.of(file.stat())
         except FileNotFoundError:
-            # It was evicted after its upload, or all its records were lost.
-            if held is not None and state.is_evicted(path, number):
-                found.kept.append(held)
+            # All its records were lost.
+            continue
+        if version.nbytes <= MAX_STUB_NBYTES and (moved := moved_shard(run, file)) is not None:
+            check_moved_to(run, moved, state.to)
+            found.kept.append(ShardObject(number, moved.nbytes, moved.crc32c))
             continue
         crc = known.crc32c(key, version)
         if held is not None and crc is not None and (held.nbytes, held.crc32c) == (version.nbytes, crc):

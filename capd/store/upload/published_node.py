@@ -10,7 +10,7 @@ from typing import ClassVar
 from capd.errors import ObjectStoreError, StoreError
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.disk.failpoints import failpoint
-from capd.store.disk.layout import shard_path
+from capd.store.disk.layout import series_on_disk, shard_path
 from capd.store.disk.run_document import write_durably
 from capd.store.documents.remote_state import (
     REMOTE_STATE_NAME,
@@ -21,6 +21,8 @@ from capd.store.documents.remote_state import (
 )
 from capd.store.format.codecs import crc32c
 from capd.store.objects.bucket import Bucket
+from capd.store.scan.moved_shard import MovedShard, moved_shard
+from capd.store.scan.survey import moved_shards
 from capd.store.segments.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
@@ -35,6 +37,7 @@ from capd.store.upload.local_files import OpenShard
 __all__ = [
     "AnotherWriter",
     "PublishedNode",
+    "check_moved_to",
     "fresh_state",
     "generation_of",
     "load_state",
@@ -98,20 +101,37 @@ def load_state(directory: Path, to: str) -> RemoteState:
     """Return the state of an upload to an address, which is durable before the first object.
 
     Raises:
-        StoreError: Shards were evicted to another address.
+        StoreError: Shards were moved to another address.
         NotAStore: The state cannot be read.
         OSError: It cannot be read or written.
     """
     state = read_remote_state(directory)
     if state is not None and state.to == to:
         return state
-    if state is not None and state.evicted:
-        raise StoreError(
-            f"some shards of {directory} are only in {state.to}; upload it there, or copy the run with `capd cp` first"
-        )
+    if state is not None:
+        _check_moved(directory.parent.parent, to)
     fresh = fresh_state(to)
     save_state(directory, fresh)
     return fresh
+
+
+def _check_moved(run: Path, to: str) -> None:
+    """Check that no shard of a run is at another address. Its bytes would have to come from there."""
+    for path in series_on_disk(run):
+        for moved in moved_shards(run, path).values():
+            check_moved_to(run, moved, to)
+
+
+def check_moved_to(run: Path, moved: MovedShard, to: str) -> None:
+    """Check that a shard was moved to an address.
+
+    Raises:
+        StoreError: It was moved to another one.
+    """
+    if str(moved.to) != to:
+        raise StoreError(
+            f"some shards of {run} are only in {moved.to}; upload it there, or copy the run with `capd cp` first"
+        )
 
 
 def fresh_state(to: str) -> RemoteState:
@@ -210,12 +230,17 @@ def _check_writer(
 def _is_same(run: Path, entry: SeriesEntry) -> bool:
     """Return whether the uploaded shards of a series are the local ones, by their sizes and the first checksum."""
     for shard in entry.shards:
+        path = shard_path(run, entry.row.header, shard.shard)
         try:
-            with OpenShard(shard_path(run, entry.row.header, shard.shard)) as file:
+            if (moved := moved_shard(run, path)) is not None:
+                if (moved.nbytes, moved.crc32c) != (shard.nbytes, shard.crc32c):
+                    return False
+                continue
+            with OpenShard(path) as file:
                 if file.version.nbytes != shard.nbytes:
                     return False
                 if shard is entry.shards[0] and file.crc32c() != shard.crc32c:
                     return False
-        except OSError:
+        except (OSError, StoreError):
             return False
     return True
