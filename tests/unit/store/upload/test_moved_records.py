@@ -36,7 +36,10 @@ def test_moved_records_are_read(run: Writer) -> None:
     for path in (LARGE, SMALL):
         series = store[path]
         expected = next(held for (key, _), held in run.held.items() if key == series.key)
-        assert series.stack(slice(None), bits=True).tobytes() == np.stack([bits for _, bits in expected]).tobytes()
+        assert (
+            series.stack(slice(None), bits=True).tobytes()
+            == np.stack([bits for _, bits in expected]).tobytes()
+        )
         part = series.numpy(1, np.s_[3:40:2, 5])
         assert part.tobytes() == expected[1][1][3:40:2, 5].tobytes()
 
