@@ -20,6 +20,7 @@ from capd.store.format.frames import RecordRow
 from capd.store.objects.address import Address, RunPlace
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
+from capd.store.scan.survey import has_moved_shards
 from capd.store.verify.run import run_identity
 from capd_client.protocol.selection import Ranges
 
@@ -109,7 +110,7 @@ def planned_copy(source: RunPlace, part: CopyOptions) -> Copied:
         files = files_at(source) if part.is_whole else 0
     else:
         run_identity(source)
-        files = sum(1 for _ in files_of(source)) if part.is_whole else 0
+        files = sum(1 for _ in files_of(source)) if part.is_whole and not has_moved_shards(source) else 0
     return _sum(part.of(open_store(source)), files)
 
 
@@ -117,8 +118,8 @@ def copy_run(source: RunPlace, new: Path, part: CopyOptions, progress: Progress,
     """Copy a run. The path `new` does not exist before the copy is complete and checked.
 
     Args:
-        source: The run, here or in an object store. If a daemon owns its store, the records that it has now are
-            copied one by one.
+        source: The run, here or in an object store. If a daemon owns its store, or some shards were moved to an object
+            store, the records that it has now are copied one by one.
         new: The path of the new run, which ends in `.zarr`.
         part: The part to copy.
         progress: Called with the bytes of each file or record.
@@ -141,13 +142,21 @@ def copy_run(source: RunPlace, new: Path, part: CopyOptions, progress: Progress,
         with contextlib.ExitStack() as stack:
             if part.is_whole and isinstance(source, Address):
                 records = bring_run(source, built.run, progress)
-            elif part.is_whole and isinstance(source, Path) and is_quiet(source, stack):
+            elif part.is_whole and isinstance(source, Path) and _is_copied_whole(source, stack):
                 copy_tree(source, built.run, progress)
             else:
                 planned = _copy_records(source, built.root, new.stem, part, progress, threads)
                 records = planned.records
         built.publish(records)
     return planned
+
+
+def _is_copied_whole(source: Path, stack: contextlib.ExitStack) -> bool:
+    """Return whether the files of a run are copied: nobody writes them, and no stub is among them.
+
+    A copy of a stub would be a run that needs the object store of another one.
+    """
+    return is_quiet(source, stack) and not has_moved_shards(source)
 
 
 def is_quiet(run: Path, stack: contextlib.ExitStack) -> bool:

@@ -1,8 +1,8 @@
 """Merges runs into a new one: parts of one job from several stores, or jobs that are attempts of one run.
 
 A series that only one run has is linked: its sealed shards get a second name, and take no space. Other series are
-copied record by record, one run after the other. The attempts of a run that repeats those of an earlier one are
-counted on.
+copied record by record, one run after the other, and so are series whose shards were moved to an object store. The
+attempts of a run that repeats those of an earlier one are counted on.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from capd.store.documents.zarr_json import group_document, run_ids
 from capd.store.format.frames import FORMAT_VERSION, UNKNOWN_CLIENT, RecordRow
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
+from capd.store.scan.survey import moved_shards
 from capd.store.verify.run import run_identity
 
 __all__ = ["Merged", "merge_runs", "planned_merge"]
@@ -111,7 +112,9 @@ def _plan(runs: Sequence[Path], *, linkable: bool) -> list[MergeSource]:
     taken: set[str] = set()
     for source in sources:
         for series in source.series:
-            is_plain = linkable and series.is_sealed and bool(series.node)
+            # A link to a stub would be a run that needs the object store of another one.
+            is_here = not moved_shards(source.run, series.path)
+            is_plain = linkable and series.is_sealed and bool(series.node) and is_here
             changes = source.shift or source.repeated
             if is_plain and not changes and series.path not in taken:
                 source.linked.append(series)

@@ -84,8 +84,8 @@ def cp(
 
     From an object store, the files and the counters come back as they were uploaded.
 
-    Without options the files are copied as they are. With one of them, and while a daemon owns the store of SRC,
-    the records that SRC has now are copied one by one.
+    Without options the files are copied as they are. With one of them, while a daemon owns the store of SRC, and if
+    shards of SRC were moved to an object store, the records that SRC has now are copied one by one.
 
     \b
     Examples:

@@ -31,6 +31,7 @@ from capd_client.protocol.key import MAX_NDIM, Moment
 
 __all__ = [
     "SurveyedSeries",
+    "has_moved_shards",
     "log_if_readable",
     "moved_shards",
     "row_from_columns",
@@ -164,6 +165,11 @@ def moved_shards(run: Path, path: str) -> dict[int, MovedShard]:
             if moved is not None:
                 found[number] = moved
     return found
+
+
+def has_moved_shards(run: Path) -> bool:
+    """Return whether shards of a run were moved to an object store. It looks at every shard file."""
+    return any(moved_shards(run, path) for path in series_on_disk(run))
 
 
 def scan_if_readable(file: Path, known: tuple[SeriesHeader, int] | None) -> ScannedShard | None:

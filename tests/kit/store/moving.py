@@ -68,5 +68,5 @@ def moved(run: Path, address: Address, node: str = "n0") -> ShardMover:
     """Upload a part and move all shards that may go."""
     mover = ShardMover(AT_ONCE)
     mover.move([uploaded(run, address, node)])
-    assert mover.shards and not mover.refused
+    assert (mover.shards > 0, mover.refused) == (True, 0)
     return mover
