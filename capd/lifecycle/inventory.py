@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from capd.errors import CapdError
+from capd.errors import CapdError, NotAStore
+from capd.lifecycle.moved import moved_nbytes
 from capd.store.catalog.opening import DamagedCatalog, connect_read_only
 from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
@@ -23,6 +24,7 @@ from capd.store.catalog.totals import iterations_in, log_and_catalog_nbytes, qua
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.disk.run_lock import is_written
 from capd.store.documents.json_document import MAX_LENGTH
+from capd.store.documents.remote_state import read_remote_state
 from capd.store.documents.tombstone import tombstone_in
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.objects.address import RunPlace
@@ -60,6 +62,8 @@ class RunSummary:
         tags: Its tags, in order.
         is_pinned: Whether it is pinned.
         problem: Why it is live or unreadable, in words.
+        uploaded_to: The address that it is uploaded to; "" if it is not.
+        moved_bytes: The stored bytes of the records that are there and not on this disk any more.
     """
 
     path: RunPlace
@@ -80,6 +84,8 @@ class RunSummary:
     tags: tuple[str, ...] = ()
     is_pinned: bool = False
     problem: str = ""
+    uploaded_to: str = ""
+    moved_bytes: int = 0
 
     def add_marks(self, attributes: dict[str, Any]) -> None:
         """Add the tags and the pin in the `capd` attributes of the run."""
@@ -98,8 +104,8 @@ class RunSummary:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the run takes, but for its small documents."""
-        return self.stored_bytes + self.other_bytes
+        """The bytes that the run takes here, but for its small documents."""
+        return self.stored_bytes - self.moved_bytes + self.other_bytes
 
 
 @dataclass(slots=True)
@@ -168,6 +174,11 @@ def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
         facts.raw_bytes += int(raw)
         facts.stored_bytes += int(stored)
         facts.add_captured(quant_types_in(db), iterations_in(db))
+        # What cannot be read stops an upload and a removal, but no list.
+        with contextlib.suppress(NotAStore):
+            if (state := read_remote_state(directory)) is not None:
+                facts.uploaded_to = state.to
+                facts.moved_bytes += moved_nbytes(facts.path, db)
         return read_sessions(db)
 
 

@@ -30,15 +30,17 @@ class Policy:
         keep_within_s: The age of the last record up to which a run is kept, in seconds.
         max_nbytes: The bytes that all runs together may take.
         keep_tags: The tags of runs to keep.
+        only_uploaded: Whether every run is kept that is not wholly in an object store. This is no rule by itself.
     """
 
     keep_last: int | None = None
     keep_within_s: float | None = None
     max_nbytes: int | None = None
     keep_tags: tuple[str, ...] = ()
+    only_uploaded: bool = False
 
     def __bool__(self) -> bool:
-        return self != Policy()
+        return replace(self, only_uploaded=False) != Policy()
 
 
 @dataclass(frozen=True, slots=True)

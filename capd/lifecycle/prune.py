@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from capd.errors import CapdError, ConfigError, StoreError
@@ -12,6 +12,7 @@ from capd.lifecycle.checks import check_root, why_held
 from capd.lifecycle.inventory import RunFacts, inventory
 from capd.lifecycle.policy import Candidate, Policy, Verdict, plan
 from capd.lifecycle.trash import Release, TrashEntry, entries, finish, free, remove_run
+from capd.lifecycle.uploaded import unsynced
 
 __all__ = ["Planned", "free_due", "plan_for", "prune_now", "still_going"]
 
@@ -46,6 +47,8 @@ def plan_for(root: Path, policy: Policy, *, is_unattended: bool = False) -> list
     runs = [facts for facts in inventory(root) if facts.state != "removing"]
     candidates = [_candidate(one) for one in runs]
     verdicts = plan(candidates, policy, time.time(), is_unattended=is_unattended)
+    if policy.only_uploaded:
+        verdicts = _without_unsynced(runs, candidates, verdicts, policy, is_unattended=is_unattended)
     kept = [verdict.keep for verdict in verdicts if verdict.run.is_counted]
     if not all(verdict.keep for verdict in verdicts) and not any(kept):
         raise ConfigError(
@@ -53,6 +56,41 @@ def plan_for(root: Path, policy: Policy, *, is_unattended: bool = False) -> list
             "1, or name the runs to `capd rm`"
         )
     return [Planned(facts, verdict) for facts, verdict in zip(runs, verdicts, strict=True)]
+
+
+def _without_unsynced(
+    runs: Sequence[RunFacts],
+    candidates: list[Candidate],
+    verdicts: list[Verdict],
+    policy: Policy,
+    *,
+    is_unattended: bool,
+) -> list[Verdict]:
+    """Hold the runs that are not uploaded, of those that would go, and decide again until none of them goes.
+
+    Only for a run that would go, the object store is asked.
+    """
+    asked: set[Path] = set()
+    while True:
+        changed = False
+        for number, (facts, verdict) in enumerate(zip(runs, verdicts, strict=True)):
+            if verdict.keep or facts.path in asked:
+                continue
+            asked.add(facts.path)
+            if facts.records and _is_unsynced(facts.path):
+                candidates[number] = replace(candidates[number], held="not uploaded")
+                changed = True
+        if not changed:
+            return verdicts
+        verdicts = plan(candidates, policy, time.time(), is_unattended=is_unattended)
+
+
+def _is_unsynced(run: Path) -> bool:
+    try:
+        return bool(unsynced(run))
+    except (CapdError, OSError):
+        # Nobody can say that it is elsewhere.
+        return True
 
 
 def _candidate(facts: RunFacts) -> Candidate:

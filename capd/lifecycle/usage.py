@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.lifecycle.inventory import RunFacts
+from capd.lifecycle.moved import moved_records
 from capd.store.catalog.rows import SeriesRow
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.read.node import NodeView
@@ -29,9 +30,10 @@ class Usage:
         series: Their number.
         records: Their records.
         raw_bytes: The bytes of the records before encoding.
-        stored_bytes: The bytes of the encoded payloads and frames; of a run with its logs and catalogs.
+        stored_bytes: The bytes of the encoded payloads and frames on this disk; of a run with its logs and catalogs.
         files: Their files: shards and documents; of a run with those of its nodes.
         reclaimable_bytes: The bytes that `capd gc` can free in the run: quarantine and leftovers of kills.
+        moved_bytes: The bytes of payloads and frames that were moved to an object store.
     """
 
     series: int = 0
@@ -40,6 +42,7 @@ class Usage:
     stored_bytes: int = 0
     files: int = 0
     reclaimable_bytes: int = 0
+    moved_bytes: int = 0
 
     def add(self, other: Usage) -> None:
         """Add the counts of other series."""
@@ -56,31 +59,34 @@ def usage_by(runs: Sequence[RunFacts], by: Sequence[str]) -> list[tuple[dict[str
     """
     groups: dict[tuple[Any, ...], Usage] = {}
     for facts in runs:
-        rows = [
-            row
-            for node in facts.nodes
-            for row in NodeView(facts.path, node_directory(facts.path, node)).series.values()
+        series = [
+            (row.header.key, _of_series(facts, node, row))
+            for node in (NodeView(facts.path, node_directory(facts.path, name)) for name in facts.nodes)
+            for row in node.series.values()
         ]
         if list(by) == ["run"]:
-            groups[(facts.run_id,)] = _of_run(facts, rows)
+            groups[(facts.run_id,)] = _of_run(facts, [usage for _, usage in series])
             continue
-        for row in rows:
-            values = tuple(facts.run_id if field == "run" else getattr(row.header.key, field) for field in by)
-            groups.setdefault(values, Usage()).add(_of_series(row))
+        for key, usage in series:
+            values = tuple(facts.run_id if field == "run" else getattr(key, field) for field in by)
+            groups.setdefault(values, Usage()).add(usage)
     order = sorted(groups, key=lambda values: [(value is None, str(type(value)), value) for value in values])
     return [(dict(zip(by, values, strict=True)), groups[values]) for values in order]
 
 
-def _of_series(row: SeriesRow) -> Usage:
+def _of_series(facts: RunFacts, node: NodeView, row: SeriesRow) -> Usage:
     # Two documents, and the shards of all records.
     files = 2 + -(-row.records // row.header.geometry.shard_records)
-    return Usage(1, row.records, row.raw_bytes, row.stored_bytes, files)
+    moved = 0
+    if facts.moved_bytes and (numbers := [n for part in moved_records(facts.path, row) for n in part]):
+        moved = node.stored_nbytes(row.header.path, numbers)
+    return Usage(1, row.records, row.raw_bytes, row.stored_bytes - moved, files, moved_bytes=moved)
 
 
-def _of_run(facts: RunFacts, rows: Iterable[SeriesRow]) -> Usage:
+def _of_run(facts: RunFacts, series: Iterable[Usage]) -> Usage:
     total = Usage()
-    for row in rows:
-        total.add(_of_series(row))
+    for usage in series:
+        total.add(usage)
     total.stored_bytes += facts.other_bytes
     spare = list(spare_files(facts.path))
     total.reclaimable_bytes = sum(nbytes for _, nbytes in spare)

@@ -50,10 +50,10 @@ def du(
 ) -> None:
     """Count the disk space of runs, from their catalogs.
 
-    `stored` is what records take, with their frames; by run also logs and catalogs. `files` is how many files a sealed
-    run has. `reclaimable` is what `capd gc` frees inside of runs. With --check, `on disk` is what the directories of
-    the runs hold. It is more than `stored`, because a shard that was continued keeps the bytes of replaced chunks,
-    and documents take space.
+    `stored` is what records take, with their frames; by run also logs and catalogs. `moved` is what is in an object
+    store alone (delete_local in [upload]). `files` is how many files a sealed run has. `reclaimable` is what `capd gc`
+    frees inside of runs. With --check, `on disk` is what the directories of the runs hold. It is more than `stored`,
+    because a shard that was continued keeps the bytes of replaced chunks, and documents take space.
 
     \b
     Examples:
@@ -87,8 +87,10 @@ def du(
         note(f"no records in {store or root}")
     print_columns(_columns(groups, on_disk), wide=wide)
     stored = sum(usage.stored_bytes for _, usage in groups)
+    moved = sum(usage.moved_bytes for _, usage in groups)
+    elsewhere = f", {human_nbytes(moved)} in an object store alone" if moved else ""
     held = f"; {human_nbytes(trash)} in the trash, which `capd gc` frees" if trash else ""
-    note(f"{human_count(len(readable), 'run')}, {human_nbytes(stored)} stored{held}")
+    note(f"{human_count(len(readable), 'run')}, {human_nbytes(stored)} stored{elsewhere}{held}")
 
 
 def _runs(store: Path | None) -> tuple[list[RunFacts], Path | None]:
@@ -138,8 +140,10 @@ def _columns(groups: list[tuple[dict[str, Any], Usage]], on_disk: dict[str, tupl
     ]
     usages = [usage for _, usage in groups]
     columns.append(Column("records", [human_count(usage.records) for usage in usages], right=True, spare=2))
-    for name, spare in (("raw", 3), ("stored", 0), ("reclaimable", 1)):
+    for name, spare in (("raw", 3), ("stored", 0), ("moved", 0), ("reclaimable", 1)):
         if name == "reclaimable" and fields != ["run"]:
+            continue
+        if name == "moved" and not any(usage.moved_bytes for usage in usages):
             continue
         unit, sizes = in_one_unit([getattr(usage, f"{name}_bytes") for usage in usages])
         columns.append(Column(f"{name} {unit}", sizes, right=True, spare=spare))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from capd.cli.completion import tag_words
 from capd.cli.lifecycle.places import RootArgument, Yes, ask_for, released, root_of, say_failed
 from capd.cli.lifecycle.runs import plain_run, size_column, when_text
-from capd.cli.options import Config, Json, Wide, option
+from capd.cli.options import Config, Json, Wide, flag, option
 from capd.cli.output import human_count, human_nbytes, note, print_json
 from capd.cli.table import Column, print_columns
 from capd.errors import CapdError, ConfigError, StoreError, exit_code_of
@@ -40,6 +41,9 @@ def prune(
         list[str] | None,
         option("--keep-tag", "TAG", "Keep runs with this tag. May be repeated.", autocompletion=tag_words),
     ] = None,
+    only_uploaded: Annotated[
+        bool, flag("--only-uploaded", "Keep every run that is not wholly in an object store.")
+    ] = False,
     config: Config = None,
     yes: Yes = False,
     wide: Wide = False,
@@ -54,10 +58,14 @@ def prune(
     Without rules, those of [retention] in capd.toml hold. The newest run then stays, and so do runs that changed less
     than an hour ago. What has been in the trash for seven days is freed, too.
 
+    With --only-uploaded, or only_uploaded in [retention], each run stays that is not wholly in the object store of its
+    upload. With [upload] in capd.toml, the rules of [retention] include this.
+
     \b
     Examples:
       capd prune --keep-last 5 --keep-tag paper
       capd prune captures --keep-within 30d --max-size 2TB --yes
+      capd prune captures --max-size 500GB --only-uploaded --yes
 
     \b
     Exit codes:
@@ -68,10 +76,11 @@ def prune(
     from capd.lifecycle.prune import plan_for
 
     root = root_of(store).absolute()
-    policy = _policy(keep_last, keep_within, max_size, keep_tag)
+    policy = _policy(keep_last, keep_within, max_size, keep_tag, only_uploaded=only_uploaded)
     is_from_file = not policy
     if is_from_file:
         policy = load_retention(path=config).policy
+        policy = replace(policy, only_uploaded=policy.only_uploaded or only_uploaded)
     planned = plan_for(root, policy, is_unattended=is_from_file)
     going = [one for one in planned if not one.verdict.keep]
     if not as_json:
@@ -93,7 +102,12 @@ def prune(
 
 
 def _policy(
-    keep_last: int | None, keep_within: str | None, max_size: str | None, keep_tag: list[str] | None
+    keep_last: int | None,
+    keep_within: str | None,
+    max_size: str | None,
+    keep_tag: list[str] | None,
+    *,
+    only_uploaded: bool,
 ) -> Policy:
     from capd.lifecycle.policy import Policy, parse_age
     from capd_client.config.sizes import parse_size
@@ -105,7 +119,7 @@ def _policy(
             raise ConfigError(f"{option_}: {error}") from None
 
     within, size = parsed("--keep-within", parse_age, keep_within), parsed("--max-size", parse_size, max_size)
-    return Policy(keep_last, within, size, tuple(keep_tag or ()))
+    return Policy(keep_last, within, size, tuple(keep_tag or ()), only_uploaded)
 
 
 def _carry_out(

@@ -14,7 +14,7 @@ from capd.cli.lifecycle.runs import plain_run, size_column, steps_text, when_tex
 from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import human_count, human_nbytes, note, print_json, print_lines
 from capd.cli.table import Column, print_columns
-from capd.errors import CapdError, ConfigError, NothingMatched, exit_code_of
+from capd.errors import CapdError, ConfigError, NothingMatched, StoreError, exit_code_of
 
 if TYPE_CHECKING:
     from capd.lifecycle.inventory import RunFacts
@@ -35,6 +35,9 @@ def rm(
     ] = None,
     restore: Annotated[bool, flag("--restore", "Bring removed runs back from the trash.")] = False,
     no_trash: Annotated[bool, flag("--no-trash", "Free the space at once. Nothing brings it back.")] = False,
+    force_unsynced: Annotated[
+        bool, flag("--force-unsynced", "Remove also what is not in the object store, and say what that is.")
+    ] = False,
     yes: Yes = False,
     wide: Wide = False,
     as_json: Json = False,
@@ -44,6 +47,9 @@ def rm(
     What is removed goes into the trash of its store, and takes its space until `capd gc` frees it: after seven days, or
     sooner with --all. A run that is live, pinned, of another user, a symbolic link or no run of capd at all is refused.
     In a terminal the command asks for the name of the run instead of --yes.
+
+    A run that is being uploaded, but is not wholly in its object store, is refused without --force-unsynced. The
+    objects of an uploaded run stay where they are.
 
     --series matches paths as `capd ls` prints them, or their ends. The run must be sealed. Its captures then count as
     never acknowledged, and readers say when and by whom the series were removed.
@@ -62,7 +68,7 @@ def rm(
     """
     places = named_runs(runs)
     if restore:
-        if series or no_trash:
+        if series or no_trash or force_unsynced:
             raise ConfigError("--restore takes runs alone")
         _restore(places, as_json=as_json)
         return
@@ -71,10 +77,14 @@ def rm(
             raise ConfigError("--series needs one run; give the command once for each")
         _remove_series(places[0], series, yes=yes, no_trash=no_trash, as_json=as_json)
         return
-    raise typer.Exit(_remove_runs(places, yes=yes, no_trash=no_trash, wide=wide, as_json=as_json))
+    raise typer.Exit(
+        _remove_runs(places, force=force_unsynced, yes=yes, no_trash=no_trash, wide=wide, as_json=as_json)
+    )
 
 
-def _remove_runs(places: list[Path], *, yes: bool, no_trash: bool, wide: bool, as_json: bool) -> int:
+def _remove_runs(
+    places: list[Path], *, force: bool, yes: bool, no_trash: bool, wide: bool, as_json: bool
+) -> int:
     from capd.lifecycle.checks import check_held, check_place
 
     facts: list[RunFacts] = []
@@ -82,6 +92,7 @@ def _remove_runs(places: list[Path], *, yes: bool, no_trash: bool, wide: bool, a
         # One that is refused keeps all of them.
         check_place(place)
         facts.append(check_held(place))
+        _check_uploaded(place, facts[-1], force=force)
     if not as_json:
         print_columns(_columns(facts), wide=wide)
     if not yes and not as_json:
@@ -105,6 +116,25 @@ def _remove_runs(places: list[Path], *, yes: bool, no_trash: bool, wide: bool, a
         note(f"{human_count(len(removed), 'run')} removed, {total} {way_back}")
     errors = [error for _, error in failed]
     return next((exit_code_of(error) if isinstance(error, CapdError) else 1 for error in errors), 0)
+
+
+def _check_uploaded(run: Path, facts: RunFacts, *, force: bool) -> None:
+    """Check that a run that is uploaded is wholly in its object store, or say what is lost."""
+    from capd.config import uploads_run
+    from capd.lifecycle.uploaded import unsynced
+
+    if not facts.uploaded_to and not uploads_run(run.absolute()):
+        return
+    missing = unsynced(run)
+    if missing and not force:
+        raise StoreError(
+            f"{run} is not wholly uploaded, nothing removed: {'; '.join(map(str, missing))}; `capd upload {run}` "
+            "brings it there, --force-unsynced removes it anyway"
+        )
+    for one in missing:
+        note(f"{run}: {one}; they are lost when the trash is freed")
+    if not missing:
+        note(f"{run} stays at {facts.uploaded_to}")
 
 
 def _into_trash(

@@ -48,6 +48,8 @@ def runs(
     The state is live (a rank captures, or may come back), open (a daemon has it open, nobody captures), unsealed (a
     daemon was killed; the next one seals it), sealed, removing (a removal was interrupted) or unreadable.
 
+    The size is what a run takes on this disk. `moved` is what `[upload] delete_local` left in the object store alone.
+
     \b
     Examples:
       capd runs
@@ -106,8 +108,20 @@ def _columns(found: Sequence[RunSummary]) -> list[Column]:
         size_column(found),
         Column("types", [",".join(one.quant_types) or "-" for one in found], spare=5),
         Column("tags", [",".join(one.tags) or "-" for one in found], spare=6),
+        *_uploads(found),
         Column("command", [one.command or "-" for one in found], spare=7),
     ]
+
+
+def _uploads(found: Sequence[RunSummary]) -> list[Column]:
+    """Return the columns about object stores, if a run is uploaded."""
+    columns = []
+    if any(one.moved_bytes for one in found):
+        unit, sizes = in_one_unit([one.moved_bytes for one in found])
+        columns.append(Column(f"moved {unit}", sizes, right=True, spare=2))
+    if any(one.uploaded_to for one in found):
+        columns.append(Column("uploaded to", [one.uploaded_to or "-" for one in found], spare=4))
+    return columns
 
 
 def size_column(found: Sequence[RunSummary]) -> Column:
@@ -151,4 +165,6 @@ def plain_run(one: RunSummary) -> dict[str, Any]:
         "tags": list(one.tags),
         "pinned": one.is_pinned,
         "problem": one.problem,
+        "uploaded_to": one.uploaded_to,
+        "moved_bytes": one.moved_bytes,
     }
