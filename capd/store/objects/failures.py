@@ -63,6 +63,9 @@ class _Missing(ObjectStoreError, FileNotFoundError):
 
 def _failure(address: Address, error: Exception) -> ObjectStoreError:
     kind, text = type(error).__name__, str(error)
+    if isinstance(error, NotImplementedError):
+        # A directory has no conditional replacement.
+        return ObjectStoreError(f"{address}: {_SAID['NotImplemented'][1]}", reason="other")
     code, status = _CODE.search(text), _STATUS.search(text)
     word = code[1] if code else _OF_STATUS.get(int(status[1]), "") if status else ""
     if word in _SAID:
