@@ -1,10 +1,9 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]` and `[retention]` belong to
-the daemon. Its other
-keys belong to the training job, which reads the same file (`capd_client.config.settings`). Every daemon setting is also
-the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]` and `[retention]` belong to the
+daemon. Its other keys belong to the training job, which reads the same file (`capd_client.config.settings`). Every
+daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,6 +28,9 @@ from capd_client.config.file import read_toml
 from capd_client.config.settings import VARIABLES
 from capd_client.config.sizes import parse_amount, parse_size
 from capd_client.config.values import store_root
+
+if TYPE_CHECKING:
+    from capd.store.upload.move_policy import MovePolicy
 
 __all__ = [
     "DaemonSettings", "Resolved", "RetentionSettings", "config_path", "load_daemon_settings", "load_retention",
@@ -174,6 +177,21 @@ class DaemonSettings(BaseModel):
     upload_drain_s: Seconds = 0.0
     """Seconds that a stopping daemon may go on uploading."""
 
+    @property
+    def move_policy(self) -> MovePolicy:
+        """When uploaded shards leave this disk."""
+        from capd.store.upload.move_policy import MovePolicy
+
+        kind, _, value = self.upload_delete_local.partition(":")
+        if kind == "after":
+            return MovePolicy(after_s=parse_age(value))
+        return MovePolicy(at=int(value.removesuffix("%")) / 100) if kind == "at" else MovePolicy()
+
+    def uploads(self, run: Path) -> bool:
+        """Return whether a run is one of those that the daemon of this store uploads."""
+        is_here = run.absolute().parent == self.store.absolute()
+        return self.upload_to is not None and is_here and fnmatchcase(run.stem, self.upload_runs)
+
 
 class RetentionSettings(BaseModel):
     """The table [retention]: the runs that stay. Without any key, no run is ever removed by itself."""
@@ -188,11 +206,13 @@ class RetentionSettings(BaseModel):
     """Bytes that all runs together may take, such as "2TB"; the oldest are removed first."""
     keep_tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tags of runs that stay."""
+    only_uploaded: Annotated[bool, Field(strict=True)] | None = None
+    """Keep every run that is not wholly in an object store; none: true with [upload], else false."""
 
-    @property
-    def policy(self) -> Policy:
-        """The rules."""
-        return Policy(self.keep_last, self.keep_within, self.max_size, self.keep_tags)
+    def policy(self, settings: DaemonSettings) -> Policy:
+        """Return the rules, beside the settings of the daemon."""
+        only_uploaded = settings.upload_to is not None if self.only_uploaded is None else self.only_uploaded
+        return Policy(self.keep_last, self.keep_within, self.max_size, self.keep_tags, only_uploaded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,16 +178,47 @@ def test_retention_is_read_from_the_file_alone_and_is_empty_without_it(tmp_path:
         '[retention]\nkeep_last = 2\nkeep_within = "30d"\nmax_size = "2TB"\nkeep_tags = ["paper"]\n'
     )
 
-    assert not load_retention({}).policy
-    policy = load_retention({"CAPD_KEEP_LAST": "9"}, file).policy
+    assert not load_retention({}).policy(DaemonSettings())
+    policy = load_retention({"CAPD_KEEP_LAST": "9"}, file).policy(DaemonSettings())
     assert policy == Policy(2, 30 * 86_400.0, 2 * 10**12, ("paper",))
     # The job reads the same file.
     assert parse_settings(read_toml(str(file))) == {}
 
 
+def test_what_is_not_uploaded_stays_where_runs_are_uploaded(tmp_path: Path) -> None:
+    file = tmp_path / "with.toml"
+    uploads = DaemonSettings(upload_to="s3://bucket/captures", store=tmp_path, upload_runs="exp*")
+    for line, plain, beside in (("", False, True), ("only_uploaded = true\n", True, True),
+                                ("only_uploaded = false\n", False, False)):  # fmt: skip
+        file.write_text(f"[retention]\nkeep_last = 2\n{line}")
+        found = load_retention({}, file)
+        assert found.policy(DaemonSettings()) == Policy(2, only_uploaded=plain)
+        assert found.policy(uploads) == Policy(2, only_uploaded=beside)
+    file.write_text("[retention]\nonly_uploaded = true\n")
+    assert not load_retention({}, file).policy(uploads)
+    assert uploads.uploads(tmp_path / "exp7.zarr")
+    assert not uploads.uploads(tmp_path / "other.zarr")
+    assert not uploads.uploads(tmp_path / "elsewhere" / "exp7.zarr")
+
+
+@pytest.mark.parametrize(
+    ("text", "after_s", "at"),
+    [
+        ("never", None, None),
+        ("after:1h", 3600.0, None),
+        ("after:30d", 30 * 86_400.0, None),
+        ("at:85%", None, 0.85),
+    ],
+)
+def test_delete_local_becomes_a_policy(text: str, after_s: float | None, at: float | None) -> None:
+    found = DaemonSettings(upload_delete_local=text).move_policy
+    assert (found.after_s, found.at, bool(found)) == (after_s, at, text != "never")
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("only_uploaded = 1", "[retention] only_uploaded: "),
         ("keep_lasst = 2", "[retention] keep_lasst: unknown key; did you mean 'keep_last'?"),
         ("keep_last = 0", "[retention] keep_last: "),
         ("keep_last = true", "[retention] keep_last: "),

@@ -177,7 +177,7 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
-    daemon = Daemon(settings, parent, retention.policy, once=once)
+    daemon = Daemon(settings, parent, retention.policy(settings), once=once)
     try:
         code = daemon.run()
     except CapdError as error:

@@ -72,14 +72,14 @@ def prune(
       2  no rule is given, or the rules would remove every run
       6  the runs that stay are larger than --max-size
     """
-    from capd.config import load_retention
+    from capd.config import load_daemon_settings, load_retention
     from capd.lifecycle.prune import plan_for
 
     root = root_of(store).absolute()
     policy = _policy(keep_last, keep_within, max_size, keep_tag, only_uploaded=only_uploaded)
     is_from_file = not policy
     if is_from_file:
-        policy = load_retention(path=config).policy
+        policy = load_retention(path=config).policy(load_daemon_settings({}, path=config))
         policy = replace(policy, only_uploaded=policy.only_uploaded or only_uploaded)
     planned = plan_for(root, policy, is_unattended=is_from_file)
     going = [one for one in planned if not one.verdict.keep]

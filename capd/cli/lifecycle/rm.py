@@ -120,10 +120,10 @@ def _remove_runs(
 
 def _check_uploaded(run: Path, facts: RunFacts, *, force: bool) -> None:
     """Check that a run that is uploaded is wholly in its object store, or say what is lost."""
-    from capd.config import uploads_run
+    from capd.config import load_daemon_settings
     from capd.lifecycle.uploaded import unsynced
 
-    if not facts.uploaded_to and not uploads_run(run.absolute()):
+    if not facts.uploaded_to and not load_daemon_settings({}).uploads(run):
         return
     missing = unsynced(run)
     if missing and not force:
