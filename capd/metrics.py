@@ -124,6 +124,9 @@ class UploadStats(_Model):
         failures: The rounds that failed, by reason.
         backlog_bytes: The bytes of sealed shards that are not in the object store yet.
         oldest_s: The age of the oldest of them, in seconds; 0 without one.
+        moved_shards: The local shards that `delete_local` replaced by stubs since the start.
+        moved_bytes: Their bytes.
+        kept_shards: The times that one had to stay, because its object was wrong.
     """
 
     to: str
@@ -135,6 +138,9 @@ class UploadStats(_Model):
     failures: dict[str, int]
     backlog_bytes: int
     oldest_s: float
+    moved_shards: int = 0
+    moved_bytes: int = 0
+    kept_shards: int = 0
 
 
 class DaemonStats(_Model):

@@ -233,6 +233,7 @@ class Daemon:
         metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery.start()
         if self._uploads is not None:
+            self._uploads.mover.on_moved = self._registry.moved
             self._uploads.begin(self._recovery)
         if self._policy:
             self._retention = Retention(self._root, self._policy, self._registry, self._recovery)

@@ -56,8 +56,8 @@ class DiskBudget:
 
         Args:
             root: The directory of the store.
-            max_disk: The bytes that this daemon may add to the store; None for no limit. A restarted daemon starts at
-                zero.
+            max_disk: The bytes that this daemon may add to the store and hold; None for no limit. A restarted daemon
+                starts at zero. Shards that were moved to an object store count no more.
             keep_free: The space that stays free on the file system: a fraction of its size (a float up to 1), or bytes
                 (an int). The same share of its inodes stays free, at least 512. With 0, no inodes are kept.
             is_default: No user has set max_disk.

@@ -71,6 +71,8 @@ def _upload(upload: UploadStats) -> str:
     parts = [
         f"{human_count(upload.objects, 'object')} ({human_nbytes(upload.bytes)}) to {printable(upload.to)}",
         waits + since,
+        *([f"{human_nbytes(upload.moved_bytes)} moved"] if upload.moved_shards else []),
+        *([f"{human_count(upload.kept_shards, 'shard')} kept, see the log"] if upload.kept_shards else []),
         *([human_count(failed, "failure")] if failed else []),
         *([f"{upload.state}: {printable(upload.problem)}"] if upload.problem else []),
         *([printable(upload.note)] if upload.note else []),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -75,6 +76,8 @@ class Registry:
         self._forgotten_nbytes = 0
         # The same by the path of the run.
         self._forgotten: dict[Path, int] = {}
+        # Older shards are of earlier daemons.
+        self._started_s = time.time()
         # Forgotten runs whose stores are being closed.
         self._closings: dict[str, Future[None]] = {}
 
@@ -307,12 +310,30 @@ class Registry:
         return found
 
     def stored_nbytes(self) -> int:
-        """Return the bytes that this daemon added to the store: shards, small-record logs and catalogs."""
+        """Return the bytes that this daemon added and still holds: shards, small-record logs and catalogs."""
         with self._lock:
             for run in self._runs.values():
                 if run.opened:
                     self._measure(run)
             return self._forgotten_nbytes + sum(run.added_nbytes for run in self._runs.values())
+
+    def moved(self, path: Path, shard: os.stat_result) -> None:
+        """Count a shard of a run that was moved to an object store: it takes no space any more.
+
+        Args:
+            path: The directory of the run.
+            shard: The file as it was. One that an earlier daemon completed was never counted.
+        """
+        if shard.st_mtime < self._started_s:
+            return
+        with self._lock:
+            run = next((one for one in self._runs.values() if one.path == path), None)
+            if run is not None:
+                run.moved_nbytes += shard.st_size
+            else:
+                nbytes = min(shard.st_size, self._forgotten.get(path, 0))
+                self._forgotten_nbytes -= nbytes
+                self._forgotten[path] = self._forgotten.get(path, 0) - nbytes
 
     def _measure(self, run: Run) -> None:
         run.totals = self._pipeline.run_stats(run.run_id)

@@ -38,6 +38,8 @@ class Run:
     overhead_bytes: int = 0
     # Bytes in the store when this daemon opened the run.
     stored_before: int = 0
+    # Of the bytes that came since, those of shards that were moved to an object store.
+    moved_nbytes: int = 0
     # The highest attempt of records that came without sessions; -1 without them.
     stored_attempt: int = -1
     # The part that other nodes wrote, and when it was read.
@@ -93,8 +95,9 @@ class Run:
 
     @property
     def added_nbytes(self) -> int:
-        """The stored bytes that came since this daemon opened the run."""
-        return max(0, self.totals.stored_bytes + self.overhead_bytes - self.stored_before)
+        """The stored bytes that came since this daemon opened the run, and are still on this disk."""
+        added = self.totals.stored_bytes + self.overhead_bytes - self.stored_before
+        return max(0, added - self.moved_nbytes)
 
     @property
     def sealed(self) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from capd.server.uploads.backoff import Backoff
+from capd.store.upload.moving import ShardMover
 from capd.store.upload.node_upload import NodeUpload, RoundResult, versions_of
+from capd_client.process.text import human_nbytes
 
 __all__ = ["FollowedRun"]
+
+logger = logging.getLogger(__name__)
 
 
 class FollowedRun:
@@ -41,6 +46,29 @@ class FollowedRun:
             self._seen = self._upload.seen
             self.close()
         return result
+
+    def move(self, mover: ShardMover) -> None:
+        """Move the shards that are due. Raises what `NodeUpload.round` and `ShardMover.move` raise."""
+        if not mover.waits(self.run, self.node):
+            return
+        if self._upload is None:
+            self._upload = self._begin(self.run)
+        # A round that finds nothing new, but knows what is there.
+        self._upload.round()
+        part = self._upload.uploaded()
+        before = mover.shards, mover.nbytes
+        try:
+            if part is not None:
+                mover.move([part])
+        finally:
+            if mover.shards > before[0]:
+                logger.info(
+                    "[upload] moved %d shards of %s (%s), which are at %s",
+                    mover.shards - before[0], self.run, human_nbytes(mover.nbytes - before[1]), self._upload.address,
+                )  # fmt: skip
+        if self._upload.is_done:
+            self._seen = self._upload.seen
+            self.close()
 
     def close(self) -> None:
         """Let another process upload the run."""

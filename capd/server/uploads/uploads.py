@@ -2,13 +2,14 @@
 
 Every few seconds it looks at each run that matches: those that ranks write now, and those of earlier daemons. A failure
 is one line of the log, and is tried again for ever, at most five minutes later. Captures never wait for it. What is not
-uploaded stays on the disk, so `max_disk` bounds it.
+uploaded stays on the disk, so `max_disk` bounds it. What is uploaded leaves it by `delete_local`, after a verification.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from capd.store.disk.layout import node_directory
 from capd.store.objects.address import parse_address
 from capd.store.objects.bucket import Bucket
 from capd.store.read.store import runs
+from capd.store.upload.moving import ShardMover
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.published_node import AnotherWriter
 from capd.store.upload.sending.conditions import Conditions, probe
@@ -60,6 +62,8 @@ class Uploads(threading.Thread):
         assert settings.upload_to is not None  # noqa: S101 - the daemon asks before
         self._root, self._node = root, node
         self._recovery: threading.Thread | None = None
+        self.mover = ShardMover(settings.move_policy, is_stopping=lambda: self.tools.halt.is_asked)
+        self._moved_at = -math.inf
         self._to = parse_address(settings.upload_to)
         self._glob = settings.upload_runs
         self.tools = UploadTools.make(settings.upload_threads, settings.upload_bandwidth)
@@ -96,6 +100,9 @@ class Uploads(threading.Thread):
             failures=found.failures,
             backlog_bytes=found.backlog_nbytes,
             oldest_s=found.oldest_s,
+            moved_shards=self.mover.shards,
+            moved_bytes=self.mover.nbytes,
+            kept_shards=self.mover.refused,
         )
 
     def drain(self, timeout_s: float) -> None:
@@ -163,12 +170,17 @@ class Uploads(threading.Thread):
         if not self._backoff.is_due and not self._is_draining:
             return False
         more = False
+        moves = time.monotonic() - self._moved_at >= self.mover.policy.look_s and not self._is_draining
+        if moves:
+            self._moved_at = time.monotonic()
         for followed in self._matching():
             self.tools.halt.check()
             if not followed.backoff.is_due and not self._is_draining:
                 continue
             try:
                 more |= followed.round().more
+                if moves:
+                    followed.move(self.mover)
             except UploadStopped:
                 raise
             except NotAStore:

@@ -1,7 +1,8 @@
 """The use of a run's quotas on one node: bytes of the run, of each rank and of each series, against their limits.
 
 The bytes are those of shard files, and for small records that wait in the log the bytes that they take uncompressed.
-The catalog holds both, so a restarted daemon counts on from where the last one was.
+The catalog holds both, so a restarted daemon counts on from where the last one was. A quota is about what a run
+captures: what was moved to an object store counts, too.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ __all__ = ["MovePolicy", "used_fraction"]
 
 # The share of the file system that `at` frees below its mark, so that it need not begin again at once.
 _BELOW = 0.05
+_LOOK_S = 60.0
+_FULL_LOOK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,12 @@ class MovePolicy:
 
     def __bool__(self) -> bool:
         return self.after_s is not None or self.at is not None
+
+    @property
+    def look_s(self) -> float:
+        """The time between two looks at what is due, in seconds."""
+        # A disk may fill within minutes.
+        return _FULL_LOOK_S if self.after_s is None else min(_LOOK_S, max(1.0, self.after_s / 10))
 
     @property
     def down_to(self) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from capd.errors import StoreBusy, StoreError
 from capd.store.catalog.opening import connect_read_only
-from capd.store.catalog.rows import CATALOG_NAME, read_series
+from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import new_file, rename, sync_paths, unlink
 from capd.store.disk.layout import node_directory, shard_path
@@ -95,6 +95,17 @@ class ShardMover:
     refused: int = 0
     # When the object of a shard was found wrong.
     _wrong: dict[Path, float] = field(default_factory=dict)
+    # The bytes that are still to be freed once `at` has been reached; None before.
+    _left: float | None = None
+
+    def waits(self, run: Path, node: str) -> bool:
+        """Return whether shards of a node's part may be due, as far as this disk tells. No object store is asked.
+
+        Raises:
+            StoreError: The catalog cannot be read.
+            OSError: The disk refused.
+        """
+        return self._is_wanted(run) and any(True for _ in self._full_shards(run, node))
 
     def move(self, parts: Iterable[UploadedPart]) -> None:
         """Move the shards that are due, the oldest first.
@@ -104,56 +115,71 @@ class ShardMover:
             StoreError: A catalog cannot be read.
             OSError: The disk refused.
         """
-        found = [one for part in parts if self._wants(part) for one in self._due(part)]
+        found = [one for part in parts if self._is_wanted(part.run) for one in self._due(part)]
         found.sort(key=lambda one: one.info.st_mtime_ns)
-        left = _Needed.of(self.policy, found)
         settled: set[Path] = set()
         for one in found:
-            if self.is_stopping() or left.is_met(one):
+            if self.is_stopping() or not self._is_wanted(one.part.run):
                 return
-            if self._move(one, settled):
-                left.count(one.info.st_size if one.info.st_nlink == 1 else 0)
+            if self._move(one, settled) and self._left is not None and one.info.st_nlink == 1:
+                # A reader may have the file open. Its space is then free later.
+                self._left -= one.info.st_size
 
-    def _wants(self, part: UploadedPart) -> bool:
-        """Return whether shards of a part may be due. Only then its files are looked at."""
-        if self.policy.at is not None:
-            return part.run.is_dir() and used_fraction(part.run)[0] >= self.policy.at
-        return bool(self.policy)
+    def _is_wanted(self, run: Path) -> bool:
+        """Return whether shards may go now. With `at`, from its mark on until enough is free."""
+        if self.policy.at is None:
+            return bool(self.policy)
+        try:
+            used, nbytes = used_fraction(run)
+        except FileNotFoundError:
+            return False
+        if self._left is None and used >= self.policy.at:
+            self._left = (used - self.policy.down_to) * nbytes
+        if self._left is not None and (self._left <= 0 or used <= self.policy.down_to):
+            self._left = None
+        return self._left is not None
 
-    def _due(self, part: UploadedPart) -> Iterator[_Candidate]:
-        """Yield the shards of a part that may be moved."""
-        directory = node_directory(part.run, part.node)
-        catalog = directory / CATALOG_NAME
+    def _full_shards(self, run: Path, node: str) -> Iterator[tuple[SeriesRow, int, Path, os.stat_result]]:
+        """Yield the local shards of a part that no later record can join and that are old enough."""
+        catalog = node_directory(run, node) / CATALOG_NAME
         if not catalog.is_file():
             # The run was removed.
             return
         with contextlib.closing(connect_read_only(catalog)) as database:
-            rows = {row.header.path: row for row in read_series(database)}
-        for left in directory.glob(STUB_GLOB):
-            unlink(left, missing_ok=True)
-        for entry in part.entries:
-            row = rows.get(entry.row.header.path)
-            if row is None or row.sealing or row.header.geometry != entry.row.header.geometry:
-                continue
-            # Of these, each has a later record, so no further one can join.
-            full = (min(row.sealed, entry.row.records) - 1) // row.header.geometry.shard_records
-            for known in entry.shards:
-                if known.shard >= full:
-                    continue
-                path = shard_path(part.run, row.header, known.shard)
+            rows = read_series(database)
+        for row in rows:
+            # Each of these shards has a later record. A row that is being sealed may still change.
+            for number in () if row.sealing else range((row.sealed - 1) // row.header.geometry.shard_records):
+                path = shard_path(run, row.header, number)
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     info = path.lstat()
-                    one = _Candidate(part, row.header, path, known, info)
-                    if stat.S_ISREG(info.st_mode) and self._is_due(one):
-                        yield one
+                    if self._is_due(run, path, info):
+                        yield row, number, path, info
 
-    def _is_due(self, one: _Candidate) -> bool:
-        if not self.policy.is_due(time.time() - one.info.st_mtime):
+    def _is_due(self, run: Path, path: Path, info: os.stat_result) -> bool:
+        if not stat.S_ISREG(info.st_mode) or not self.policy.is_due(time.time() - info.st_mtime):
             return False
-        if time.monotonic() - self._wrong.get(one.path, -_AGAIN_S) < _AGAIN_S:
+        if time.monotonic() - self._wrong.get(path, -_AGAIN_S) < _AGAIN_S:
             return False
-        # Otherwise it is a stub, or waits for its upload.
-        return one.info.st_size == one.known.nbytes and not _is_stub(one)
+        return not _is_stub(run, path, info)
+
+    def _due(self, part: UploadedPart) -> Iterator[_Candidate]:
+        """Yield the shards of a part that may be moved."""
+        for left in node_directory(part.run, part.node).glob(STUB_GLOB):
+            unlink(left, missing_ok=True)
+        uploaded = {
+            entry.row.header.path: (entry.row, {one.shard: one for one in entry.shards})
+            for entry in part.entries
+        }
+        for row, number, path, info in self._full_shards(part.run, part.node):
+            there, shards = uploaded.get(row.header.path, (row, {}))
+            if there.header.geometry != row.header.geometry:
+                continue
+            last = (there.records - 1) // row.header.geometry.shard_records
+            known = shards.get(number)
+            # Otherwise it waits for its upload.
+            if known is not None and number < last and known.nbytes == info.st_size:
+                yield _Candidate(part, row.header, path, known, info)
 
     def _move(self, one: _Candidate, settled: set[Path]) -> bool:
         """Move one shard. Return False, with a warning, if it stays."""
@@ -179,36 +205,11 @@ class ShardMover:
         return True
 
 
-class _Needed:
-    """The bytes that are still to be freed."""
-
-    def __init__(self, nbytes: float, target: float | None) -> None:
-        self._nbytes, self._target = nbytes, target
-
-    @classmethod
-    def of(cls, policy: MovePolicy, found: Sequence[_Candidate]) -> _Needed:
-        """Return what a policy wants to be freed."""
-        if policy.at is None or not found:
-            return cls(float("inf"), None)
-        used, total = used_fraction(found[0].part.run)
-        return cls((used - policy.down_to) * total, policy.down_to)
-
-    def is_met(self, one: _Candidate) -> bool:
-        """Return whether enough is freed. Others may have freed some, too."""
-        if self._nbytes <= 0:
-            return True
-        return self._target is not None and used_fraction(one.part.run)[0] <= self._target
-
-    def count(self, nbytes: int) -> None:
-        """Count freed bytes."""
-        self._nbytes -= nbytes
-
-
-def _is_stub(one: _Candidate) -> bool:
-    if one.info.st_size > MAX_STUB_NBYTES:
+def _is_stub(run: Path, path: Path, info: os.stat_result) -> bool:
+    if info.st_size > MAX_STUB_NBYTES:
         return False
     try:
-        return moved_shard(one.part.run, one.path) is not None
+        return moved_shard(run, path) is not None
     except StoreError:
         # A damaged one is left to `capd verify`.
         return True
