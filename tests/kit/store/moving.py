@@ -33,9 +33,9 @@ def put_steps(writer: Writer, first: int, last: int) -> None:
             writer.put(key("small"), "float32", bits, iteration=iteration, call=call)
 
 
-def written(root: Path, steps: int = 9) -> Writer:
+def written(root: Path, steps: int = 9, **names: str) -> Writer:
     """A closed writer of a sealed run whose series have several shards, of which the last is not full."""
-    writer = Writer(root, shard_nbytes=1 << 20)
+    writer = Writer(root, shard_nbytes=1 << 20, **names)
     put_steps(writer, 0, steps)
     writer.close()
     return writer

@@ -143,6 +143,32 @@ def test_forgotten_runs_are_closed_still_count_and_can_be_reopened(
     assert pipeline.run_stats("one").records == 2
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_moved_shards_count_no_more(
+    registry: Registry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[..., None],
+    is_forgotten: bool,
+) -> None:
+    monkeypatch.setattr(module, "MAX_QUIET_RUNS", 0 if is_forgotten else 9)
+    write_and_leave(registry, "one")
+    wait_until(lambda: registry.tick() or (registry.is_quiet() and bool(registry.runs()) != is_forgotten))
+    stored = registry.stored_nbytes()
+    shard = tmp_path / "shard"
+    shard.write_bytes(bytes(100))
+    path = next((run.path for run in registry.runs()), None) or next(iter(registry._forgotten))
+    registry.moved(path, shard.stat())
+    assert registry.stored_nbytes() == stored - 100
+    # A shard of an earlier daemon never counted.
+    os.utime(shard, (1, 1))
+    registry.moved(path, shard.stat())
+    assert registry.stored_nbytes() == stored - 100
+    shard.write_bytes(bytes(stored * 2))
+    registry.moved(path, shard.stat())
+    assert registry.stored_nbytes() == 0
+
+
 def test_a_run_that_ranks_have_continued_is_not_the_first_that_is_forgotten(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
