@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from capd.errors import StoreError, StoreFull
 from capd.space import if_full
@@ -47,6 +48,7 @@ __all__ = ["Recovered", "open_node"]
 
 logger = logging.getLogger(__name__)
 
+Complete: TypeAlias = Callable[[SurveyedSeries], None]
 # The errors of reading a catalog with damaged pages or values. The errors of msgspec are ValueErrors.
 _DAMAGED = (sqlite3.DatabaseError, ValueError, TypeError, LookupError)
 
@@ -56,10 +58,15 @@ def open_node(
     files: OpenFiles,
     *,
     rebuild: Mapping[str, SeriesHeader] | None = None,
+    complete: Complete = lambda _: None,
 ) -> Recovered:
     """Bring one node's part of the run to a consistent state.
 
-    With `rebuild`, the catalog is rebuilt from the frames. It holds the headers of series that no file describes.
+    Args:
+        layout: The run's directories and documents.
+        files: The run's open files.
+        rebuild: Rebuild the catalog from the frames. It holds the headers of series that no file describes.
+        complete: Completes the rows of series whose shards were moved, if a catalog is built from the frames.
 
     Raises:
         StoreFull: The disk is full.
@@ -70,7 +77,7 @@ def open_node(
     try:
         place.fetch()
         try:
-            return _open(layout, files, place, rebuild)
+            return _open(layout, files, place, rebuild, complete)
         except _DAMAGED as error:
             # A temporary error is already a StoreError here.
             logger.warning("%s is damaged (%s): rebuilding it from the shard files", catalog, error)
@@ -78,7 +85,7 @@ def open_node(
             for suffix in ("-wal", "-shm"):
                 unlink(catalog.with_name(catalog.name + suffix), missing_ok=True)
             place.fetch()
-            return _open(layout, files, place, rebuild)
+            return _open(layout, files, place, rebuild, complete)
     except (OSError, *_DAMAGED) as error:
         full = if_full(error, layout.run)
         if full is not error:
@@ -93,6 +100,7 @@ def _open(
     files: OpenFiles,
     place: CatalogPlace,
     rebuild: Mapping[str, SeriesHeader] | None,
+    complete: Complete,
 ) -> Recovered:
     path = place.published
     if path.is_dir():
@@ -108,7 +116,7 @@ def _open(
             catalog.mark_incomplete()
             state = Recovery(layout, files, catalog, {})
         if state.fresh:
-            _read_sealed(state)
+            _read_sealed(state, complete)
         recover_partials(state)
         failpoint("recover.after_partials")
         state.write()
@@ -133,7 +141,7 @@ def _open(
     return state.out
 
 
-def _read_sealed(state: Recovery) -> None:
+def _read_sealed(state: Recovery, complete: Complete) -> None:
     logged: set[tuple[bytes, int]] = set()
     for path in state.layout.spool.glob(LOG_GLOB):
         log = log_if_readable(path)
@@ -145,6 +153,8 @@ def _read_sealed(state: Recovery) -> None:
                 found.header.path, found.lost, state.layout.run,
             )  # fmt: skip
             found.keep_numbers()
+        if found.moved:
+            complete(found)
         _add_sealed(state, found, logged)
 
 

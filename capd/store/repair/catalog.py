@@ -19,6 +19,7 @@ from capd.store.disk.layout import Layout, node_directory, nodes_of
 from capd.store.disk.open_files import OpenFiles
 from capd.store.recover.damaged_files import set_aside
 from capd.store.recover.open_node import open_node
+from capd.store.remote.moved_rows import MovedRows
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.run_store import RunStore
 from capd.store.verify.run import run_identity
@@ -49,7 +50,7 @@ def rebuild_catalog(run: Path, node: str) -> None:
     try:
         layout = Layout(run, run_identity(run), node)
         try:
-            catalog = open_node(layout, files, rebuild=headers).catalog
+            catalog = open_node(layout, files, rebuild=headers, complete=MovedRows(node)).catalog
             for session in sessions:
                 catalog.save_session(session)
             catalog.close()

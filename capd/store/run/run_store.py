@@ -26,6 +26,7 @@ from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import FORMAT_VERSION, FileHeader, RecordRow, session_of
 from capd.store.format.log_places import LOG_GLOB
 from capd.store.recover.open_node import Recovered, open_node
+from capd.store.remote.moved_rows import MovedRows
 from capd.store.remove.series import finish_removal
 from capd.store.run.figures import Durations, NonFinite
 from capd.store.run.options import StoreOptions
@@ -80,7 +81,7 @@ class RunStore:
         options = self.options
         self._files = OpenFiles(options.open_files, durable=options.durability == "durable")
         self._syncing = Syncing(self._layout, self._files, self._open_shards)
-        found: Recovered = open_node(self._layout, self._files)
+        found: Recovered = open_node(self._layout, self._files, complete=MovedRows(self._layout.node))
         self._catalog = found.catalog
         self._series = {series.header.path: series for series in found.series}
         self._pending = PendingRows(found)

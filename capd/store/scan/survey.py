@@ -6,7 +6,8 @@ slower than a catalog, because it reads every frame header of every shard.
 
 The COMMITs of a shard that was moved to an object store are not read. Its records come from the published columns, too:
 they keep their numbers and moments, and their elements are read from the object. Their statistics and metadata are
-unknown, and so are client and sequence: a client that sends one of them again would not be recognised.
+unknown, and so are client and sequence: a client that sends one of them again would not be recognised. A writer
+completes them from the segments of the upload, if it reaches the object store (`capd.store.remote.moved_rows`).
 """
 
 from __future__ import annotations

@@ -9,32 +9,16 @@ import numpy as np
 import pytest
 
 from capd.errors import NothingMatched
-from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.repair import catalog
 from capd.store.repair.catalog import rebuild_catalog, take_over
 from capd.store.verify.run import verify_run
+from tests.kit.store.content import tables
 from tests.kit.store.damaging import edit_catalog, image
 from tests.kit.store.repairing import Made, is_whole, put_all
 from tests.kit.store.writing import Writer, key
 
 RNG = np.random.default_rng(13)
-
-
-def tables(run: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Every table of the catalog, with paths for series ids."""
-    database = connect_read_only(run / ".capd" / "node=n0" / CATALOG_NAME)
-    try:
-        paths = dict(database.execute("SELECT id, path FROM series"))
-        found: dict[str, list[tuple[object, ...]]] = {}
-        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchall():
-            rows = database.execute(f"SELECT * FROM {name}").fetchall()  # noqa: S608 - a table of ours
-            if name in ("series", "records"):
-                rows = [(paths[row[0]], *row[1:]) for row in rows]
-            found[name] = sorted(rows, key=repr)
-        return found
-    finally:
-        database.close()
 
 
 def test_the_catalog_rebuilt_from_frames_equals_the_one_it_replaces(tmp_path: Path) -> None:

@@ -13,12 +13,26 @@ import pytest
 import capd
 from capd.errors import DamagedRecord, StoreError
 from capd.store.catalog.rows import CATALOG_NAME
+from capd.store.objects.address import Address
+from capd.store.repair.catalog import rebuild_catalog
 from capd.store.scan.survey import moved_shards, shard_files
+from capd.store.upload.moving import ShardMover
+from capd.store.upload.node_upload import NodeUpload
+from capd.store.upload.sending.transfer import UploadTools
 from capd.store.verify.run import verify_run
-from tests.kit.store.content import content_of
-from tests.kit.store.moving import LARGE, SMALL, address_of, moved, put_steps, written
+from tests.kit.store.content import content_of, tables
+from tests.kit.store.moving import AT_ONCE, LARGE, SMALL, address_of, moved, put_steps, written
 from tests.kit.store.reading import assert_capd_reads
-from tests.kit.store.writing import Writer
+from tests.kit.store.writing import CLIENT, Writer
+
+
+def upload(run: Path, to: Address) -> None:
+    """Bring a run to an object store as a daemon does, and move its shards."""
+    with NodeUpload(run, "n0", to, UploadTools.make()) as node:
+        node.round()
+        part = node.uploaded()
+        assert part is not None
+        ShardMover(AT_ONCE).move([part])
 
 
 @pytest.fixture
@@ -200,3 +214,40 @@ def test_a_repair_without_the_object_store_is_refused(run: Writer, tmp_path: Pat
     with pytest.raises(StoreError, match="cannot bring back the shard that was moved to file:///"):
         repair(run.run, tmp_path / "new.zarr")
     assert not (tmp_path / "new.zarr").exists()
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_rebuilt_catalog_has_the_rows_of_the_upload(tmp_path: Path, caplog, is_reachable: bool) -> None:
+    """Statistics, clients and sequences come from the segments, so nothing is lost here or there; else a line says so."""
+    writer = written(tmp_path / "store")
+    to = address_of(tmp_path / "remote")
+    upload(writer.run, to)
+    before = tables(writer.run)
+    assert sum(len(moved_shards(writer.run, path)) for path in (LARGE, SMALL)) == 8
+    if not is_reachable:
+        (tmp_path / "remote" / "run.zarr" / ".capd" / "node=n0" / "manifest.json").unlink()
+    with caplog.at_level(logging.INFO):
+        rebuild_catalog(writer.run, "n0")
+    assert verify_run(writer.run).ok
+    assert ("statistics and metadata are unknown here" in caplog.text) != is_reachable
+    after = tables(writer.run)
+    if is_reachable:
+        assert after["records"] == before["records"]
+        assert after["acked"] == before["acked"]
+        assert_capd_reads(writer.run, writer.held)
+        upload(writer.run, to)
+        assert content_of(to / "run.zarr") == content_of(writer.run)
+    else:
+        assert len(after["records"]) == len(before["records"])
+
+
+def test_a_daemon_that_lost_its_catalog_takes_the_rows_of_the_upload(tmp_path: Path) -> None:
+    """A capture that a client sends again is recognised, although its shard was moved."""
+    writer = written(tmp_path / "store")
+    upload(writer.run, address_of(tmp_path / "remote"))
+    before = content_of(writer.run)
+    (writer.run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
+    again = Writer(writer.run.parent, shard_nbytes=1 << 20)
+    assert again.pipeline.committed("run", CLIENT) == [(1, writer.sequence)]
+    again.close()
+    assert content_of(writer.run) == before

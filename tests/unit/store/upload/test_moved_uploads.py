@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,11 @@ from tests.kit.store.writing import Writer
 
 
 @pytest.fixture
-def place(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def place(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """A bucket that the environment leads to."""
     for name, value in bucket.environment().items():
         monkeypatch.setenv(name, value)
-    yield bucket
+    return bucket
 
 
 def upload_and_move(run: Path, place: Bucket, prefix: str = "captures") -> ShardMover:
