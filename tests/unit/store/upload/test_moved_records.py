@@ -218,7 +218,7 @@ def test_a_repair_without_the_object_store_is_refused(run: Writer, tmp_path: Pat
 
 @pytest.mark.parametrize("is_reachable", [True, False])
 def test_a_rebuilt_catalog_has_the_rows_of_the_upload(tmp_path: Path, caplog, is_reachable: bool) -> None:
-    """Statistics, clients and sequences come from the segments, so nothing is lost here or there; else a line says so."""
+    """Statistics, clients and sequences come from the segments, so nothing is lost; else a line says so."""
     writer = written(tmp_path / "store")
     to = address_of(tmp_path / "remote")
     upload(writer.run, to)
