@@ -80,7 +80,10 @@ def du(
     on_disk = _walk(readable) if check else {}
     trash = _trash(root)
     if as_json:
-        plain = [{**names, **asdict(usage), **_walked(names, on_disk)} for names, usage in groups]
+        plain = [
+            {**names, **asdict(usage), **_walked(names, on_disk), **_place(names, readable)}
+            for names, usage in groups
+        ]
         print_json({"by": fields, "groups": plain, "trash_bytes": trash})
         return
     if not groups:
@@ -119,6 +122,13 @@ def _walked(names: dict[str, Any], on_disk: dict[str, tuple[int, int]]) -> dict[
         return {}
     files, nbytes = on_disk[names["run"]]
     return {"disk_files": files, "disk_bytes": nbytes}
+
+
+def _place(names: dict[str, Any], runs: list[RunFacts]) -> dict[str, str]:
+    """Return where a run is uploaded to, if a group is a run."""
+    if list(names) != ["run"]:
+        return {}
+    return {"uploaded_to": next(one.uploaded_to for one in runs if one.run_id == names["run"])}
 
 
 def _trash(root: Path | None) -> int:

@@ -23,11 +23,11 @@ from capd.store.format.dtypes import stored_shape
 from capd.store.format.encode import as_array
 from capd.store.format.frames import RecordHead, SeriesHeader
 from capd.store.read.locate import Locator
-from capd.store.read.moved_objects import MovedObjects
 from capd.store.read.parallel import Job, run_jobs
 from capd.store.read.recent import Recent
 from capd.store.read.shard_file import FileCache, Place, ShardFile
 from capd.store.read.source import RunNode
+from capd.store.remote.moved_objects import MovedObjects
 from capd.store.remote.node import RemoteNode
 from capd.store.remote.shard import ShardWindows
 

@@ -15,10 +15,10 @@ from capd.errors import DamagedRecord, StoreError
 from capd.store.disk.layout import shard_path
 from capd.store.format.frames import RecordHead, SeriesHeader
 from capd.store.format.log_places import log_of, log_path, offset_of
-from capd.store.read.moved_objects import MovedObjects, MovedRecords
 from capd.store.read.node import NodeView
 from capd.store.read.shard_file import FileCache, Place, ShardFile, is_same_series
 from capd.store.remote.locate import RemotePlace
+from capd.store.remote.moved_objects import MovedObjects, MovedRecords
 from capd.store.scan.moved_shard import MAX_STUB_NBYTES, MovedShard, read_stub
 from capd.store.scan.published import read_shape
 from capd.store.shards.small_log import read_small

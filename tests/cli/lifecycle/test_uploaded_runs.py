@@ -165,7 +165,7 @@ def test_lists_show_where_a_run_is_and_what_it_takes_here(run: Writer, capd: Cap
     [before] = capd("runs", run.run.parent, "--json").json
     usage = capd("du", run.run.parent, "--json").json["groups"][0]
     assert (before["uploaded_to"], before["moved_bytes"]) == (f"{remote}/run.zarr", 0)
-    assert usage["moved_bytes"] == 0
+    assert (usage["uploaded_to"], usage["moved_bytes"]) == (f"{remote}/run.zarr", 0)
     upload(run.run, remote, moves=True)
     [after] = capd("runs", run.run.parent, "--json").json
     assert after["moved_bytes"] > 1 << 20

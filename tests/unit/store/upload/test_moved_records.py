@@ -58,6 +58,17 @@ def test_moved_records_are_read(run: Writer) -> None:
         assert part.tobytes() == expected[1][1][3:40:2, 5].tobytes()
 
 
+def test_a_store_that_is_open_goes_on_reading(tmp_path: Path) -> None:
+    """Shards that are moved between two reads of one Store: the values stay."""
+    writer = written(tmp_path / "store")
+    store = capd.open(writer.run)
+    series = store[SMALL]
+    before = [series.numpy(number).tobytes() for number in range(len(series))]
+    moved(writer.run, address_of(tmp_path / "remote"))
+    assert [series.numpy(number).tobytes() for number in range(len(series))] == before
+    assert [store[SMALL].numpy(number).tobytes() for number in range(len(series))] == before
+
+
 def test_plain_arrays_say_where_they_are(run: Writer) -> None:
     """`Series.zarr` of a moved series names the address instead of a checksum."""
     with pytest.raises(StoreError, match=r"shards were moved to file:///.*run\.zarr"):
