@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import google_crc32c
-
+from capd.store.disk.files import opened
 from capd.store.format.frames import SeriesHeader
 from capd.store.format.sharding_index import index_nbytes
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.series_table import ShardObject
+from capd.store.upload.local_files import FileVersion, OpenShard, extended_crc32c
 
 __all__ = ["problem_of"]
 
@@ -43,32 +42,30 @@ def problem_of(
         return f"{bucket.address / key} is missing; the next upload must bring it again"
     if head.nbytes != known.nbytes:
         return f"{bucket.address / key} has {head.nbytes} bytes, but {known.nbytes} were uploaded"
-    crc = (
-        head.crc32c
-        if bucket.keeps_attributes
-        else _crc_of(known.nbytes, lambda a, b: bucket.get_range(key, a, b))
-    )
+    crc = head.crc32c if bucket.keeps_attributes else _object_crc32c(bucket, key, known.nbytes)
     if crc is None:
         return f"{bucket.address / key} has no checksum, so nothing shows that it is whole"
     if crc != known.crc32c:
         return f"{bucket.address / key} does not have the checksum that was uploaded"
-    with open(path, "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
-        if (found.st_ino, found.st_size) != (info.st_ino, info.st_size):
+    with OpenShard(path) as file:
+        if file.version != FileVersion.of(info):
             raise FileNotFoundError(f"{path} was replaced in the meantime")
-        tail = index_nbytes(header.geometry.shard_slots)
-        start = max(0, known.nbytes - tail)
-        index = os.pread(file.fileno(), tail, start)
-        if bucket.get_range(key, start, known.nbytes) != index:
-            return f"the index of {bucket.address / key} is not that of the file"
-        if _crc_of(known.nbytes, lambda a, b: os.pread(file.fileno(), b - a, a)) != known.crc32c:
-            return "the file does not have the bytes that were uploaded; `capd verify` tells more"
+        if (file.version.nbytes, file.crc32c()) != (known.nbytes, known.crc32c):
+            return f"{path} does not have the bytes that were uploaded; `capd verify` tells more"
+    nbytes = min(known.nbytes, index_nbytes(header.geometry.shard_slots))
+    if bucket.get_range(key, known.nbytes - nbytes, known.nbytes) != _tail(path, nbytes):
+        return f"the index of {bucket.address / key} is not that of the file"
     return ""
 
 
-def _crc_of(nbytes: int, read: Callable[[int, int], bytes]) -> int:
-    """Return the checksum of bytes that are read in pieces."""
+def _object_crc32c(bucket: Bucket, key: str, nbytes: int) -> int:
+    """Return the checksum of the bytes of an object."""
     crc = 0
     for start in range(0, nbytes, _PIECE_NBYTES):
-        crc = google_crc32c.extend(crc, read(start, min(nbytes, start + _PIECE_NBYTES)))
-    return int(crc)
+        crc = extended_crc32c(crc, bucket.get_range(key, start, min(nbytes, start + _PIECE_NBYTES)))
+    return crc
+
+
+def _tail(path: Path, nbytes: int) -> bytes:
+    with opened(path) as fd:
+        return os.pread(fd, nbytes, os.fstat(fd).st_size - nbytes)

@@ -1,4 +1,4 @@
-"""The commands read, copy and merge a run whose shards were moved as one whose shards are here, and say where they are."""
+"""The commands read, copy and merge a run whose shards were moved as any other, and say where they are."""
 
 from __future__ import annotations
 
