@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from capd.errors import StoreBusy, StoreError
+from capd.errors import StoreBusy
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.disk.failpoints import failpoint
@@ -27,7 +27,7 @@ from capd.store.disk.layout import node_directory, shard_path
 from capd.store.disk.run_lock import RunLock
 from capd.store.format.frames import SeriesHeader
 from capd.store.objects.bucket import Bucket
-from capd.store.scan.moved_shard import MAX_STUB_NBYTES, STUB_GLOB, MovedShard, encode_stub, moved_shard
+from capd.store.scan.moved_shard import MAX_STUB_NBYTES, STUB_GLOB, MovedShard, encode_stub
 from capd.store.segments.series_table import SeriesEntry, ShardObject
 from capd.store.upload.checking import problem_of
 from capd.store.upload.move_policy import MovePolicy, used_fraction
@@ -153,15 +153,15 @@ class ShardMover:
                 path = shard_path(run, row.header, number)
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     info = path.lstat()
-                    if self._is_due(run, path, info):
+                    if self._is_due(path, info):
                         yield row, number, path, info
 
-    def _is_due(self, run: Path, path: Path, info: os.stat_result) -> bool:
-        if not stat.S_ISREG(info.st_mode) or not self.policy.is_due(time.time() - info.st_mtime):
+    def _is_due(self, path: Path, info: os.stat_result) -> bool:
+        # What is not larger is a stub, or would free nothing.
+        if not stat.S_ISREG(info.st_mode) or info.st_size <= MAX_STUB_NBYTES:
             return False
-        if time.monotonic() - self._wrong.get(path, -_AGAIN_S) < _AGAIN_S:
-            return False
-        return not _is_stub(run, path, info)
+        is_known_wrong = time.monotonic() - self._wrong.get(path, -_AGAIN_S) < _AGAIN_S
+        return not is_known_wrong and self.policy.is_due(time.time() - info.st_mtime)
 
     def _due(self, part: UploadedPart) -> Iterator[_Candidate]:
         """Yield the shards of a part that may be moved."""
@@ -202,16 +202,6 @@ class ShardMover:
         self.shards += 1
         self.nbytes += one.info.st_size
         self.on_moved(one.part.run, one.info)
-        return True
-
-
-def _is_stub(run: Path, path: Path, info: os.stat_result) -> bool:
-    if info.st_size > MAX_STUB_NBYTES:
-        return False
-    try:
-        return moved_shard(run, path) is not None
-    except StoreError:
-        # A damaged one is left to `capd verify`.
         return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capd.errors import DamagedRecord, StoreError
 from capd.store.disk import failpoints
@@ -68,6 +71,18 @@ def test_a_stub_that_anybody_may_have_written_is_checked(fields, says: str) -> N
     forged = MovedShard(**{name: fields.get(name, getattr(MOVED, name)) for name in MovedShard.__slots__})
     with pytest.raises(DamagedRecord, match=says):
         read_stub(encode_stub(forged), KEY)
+
+
+@given(st.binary(max_size=400), st.integers(0, 300))
+def test_no_bytes_are_taken_for_a_stub_that_are_none(noise: bytes, at: int) -> None:
+    """Whatever follows the first line, and whatever bytes change: the stub is as it was written, or refused."""
+    stub = encode_stub(MOVED)
+    changed = stub[:at] + noise + stub[at + len(noise) :]
+    for payload in (stub[:17] + noise, changed, noise):
+        with contextlib.suppress(StoreError):
+            found = read_stub(payload, KEY)
+            assert found is None or payload == stub
+            assert found is not None or not payload.startswith(stub[:17])
 
 
 def test_plain_zarr_readers_refuse_a_stub(tmp_path: Path) -> None:
