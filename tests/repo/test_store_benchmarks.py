@@ -161,7 +161,7 @@ def test_a_report_is_measured_by_size_of_the_records_and_its_rate_is_judged(tmp_
 
 def test_the_benchmark_of_listing_runs() -> None:
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "listing.py", "--records", "200", "--series", "20", "--json"],
+        [sys.executable, BENCHMARKS / "store" / "listing.py", "--records", "200", "--series", "20", "--json"],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -1,6 +1,6 @@
 """The time of `capd --help` and of `capd ls`, the latter on a run whose catalog holds a million records.
 
-    python benchmarks/listing.py [--records N] [--series N] [--json]
+    python benchmarks/store/listing.py [--records N] [--series N] [--json]
 
 The catalog is written directly, without tensors, because listing reads only the catalog. Results are medians of five
 runs each.
