@@ -56,7 +56,7 @@ class Writer:
 
     def __init__(self, root: Path, *, run_id: str = "run", node: str = "n0", **options: object) -> None:
         self.run = root / f"{run_id}.zarr"
-        self.run_id = run_id
+        self.run_id, self.node = run_id, node
         self.outcomes = Outcomes()
         self.held: dict[tuple[Key, str], list[tuple[Moment, NDArray[np.generic]]]] = {}
         self.sequence = 0

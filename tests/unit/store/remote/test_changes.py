@@ -48,7 +48,7 @@ def test_a_shard_that_was_continued_has_the_same_records(
         }
     else:
         assert len(before.series) == 2  # the segment is read, no shard
-    publish(grown(tmp_path, 3, 6), prefix, generation=2)
+    publish(grown(tmp_path, 3, 6), prefix)
     assert values_of(before) == wanted
     before.refresh()
     assert values_of(before) == values_of(capd.open(run))
@@ -65,7 +65,7 @@ def test_a_manifest_whose_segments_are_gone_is_read_again(
     before = capd.open(bucket.address)
     if was_read:
         assert len(before.series) == 2
-    publish(grown(tmp_path, 3, 6), prefix, generation=2)
+    publish(grown(tmp_path, 3, 6), prefix)
     old = [one.key for one in bucket.listing(".capd/") if "-00000001" in one.key]
     assert len(old) == 2
     bucket.delete(old)
@@ -93,6 +93,6 @@ def test_a_refresh_asks_once_if_nothing_changed(tmp_path: Path, prefix: Address)
         store.refresh()
         assert bucket.requests == before + 1
         assert [len(one) for one in store.series] == [2, 2]
-    publish(grown(tmp_path, 2, 3), prefix, generation=2)
+    publish(grown(tmp_path, 2, 3), prefix)
     store.refresh()
     assert [len(one) for one in store.series] == [3, 3]

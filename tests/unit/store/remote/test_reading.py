@@ -11,7 +11,7 @@ import pytest
 import capd
 from capd.store.objects.address import Address
 from capd.store.read.store import Store
-from tests.kit.objects.uploaded import filled, publish
+from tests.kit.objects.uploaded import filled, filled_in_rounds, publish
 
 
 def content(store: Store) -> list[object]:
@@ -47,8 +47,10 @@ def test_a_remote_run_has_the_same_content(tmp_path: Path, prefix: Address) -> N
 
 
 def test_records_in_several_segments_are_found(tmp_path: Path, prefix: Address) -> None:
-    run = filled(tmp_path)
-    assert content(capd.open(publish(run, prefix, splits=4))) == content(capd.open(run))
+    run = filled_in_rounds(tmp_path, prefix)
+    remote = capd.open(prefix / run.name)
+    assert [len(node.manifest.records) for node in remote._source.opened] == [3]
+    assert content(remote) == content(capd.open(run))
 
 
 def test_two_nodes_under_one_prefix_read_as_one_run(tmp_path: Path, prefix: Address) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 import capd
 from capd.store.objects.address import Address
+from tests.kit.objects.published import manifest_of
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import ACCESS_KEY, SECRET_KEY
-from tests.kit.objects.uploaded import filled, publish
+from tests.kit.objects.uploaded import filled_in_rounds
 
 SQL = "SELECT path, count(*) AS records, max(absmax) AS largest FROM records GROUP BY path ORDER BY path"
 
@@ -24,8 +25,7 @@ SQL = "SELECT path, count(*) AS records, max(absmax) AS largest FROM records GRO
 @pytest.fixture
 def wanted(tmp_path: Path, prefix: Address) -> list[tuple[str, int, float]]:
     """What the store says: path, records and the largest absolute value. The run is uploaded."""
-    run = filled(tmp_path)
-    publish(run, prefix, splits=2)
+    run = filled_in_rounds(tmp_path, prefix)
     return [
         (one.path, len(one), max((r.stats.absmax for r in one.records if r.stats.absmax is not None), default=None))
         for one in sorted(capd.open(run).everything(), key=lambda one: one.path)
@@ -43,7 +43,10 @@ def test_polars(wanted: list[tuple[str, int, float]], bucket: Bucket, prefix: Ad
     records = pl.scan_parquet(f"{prefix}/run.zarr/.capd/node=*/records-*.parquet", storage_options=options)
     found = records.group_by("path").agg(pl.len(), pl.col("absmax").max()).sort("path")
     assert found.collect().rows() == wanted
-    series = pl.scan_parquet(f"{prefix}/run.zarr/.capd/node=*/series-*.parquet", storage_options=options)
+    manifest = manifest_of(bucket, f"{prefix.key}/run.zarr")
+    assert manifest is not None
+    name = f"{prefix}/run.zarr/.capd/node=n0/{manifest.series.name}"
+    series = pl.scan_parquet(name, storage_options=options)
     joined = (
         records.join(series, on="path").group_by("tensor_name").agg(pl.len()).sort("tensor_name").collect()
     )
