@@ -5,7 +5,7 @@
     <run>.zarr/.capd/node=<node>/records-<generation>.parquet    one row per record
 
 A manifest names the segments that are valid. It is the only object besides documents that is ever replaced, and only
-by its one writer. Segments that no manifest names are leftovers.
+by its one writer. Segments that no manifest names are leftovers. Its last member is the crc32c of all bytes before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from capd.errors import NotAStore, ObjectStoreError
 from capd.store.catalog.rows import SessionRow
 from capd.store.documents.json_document import MAX_LENGTH, is_shallow
+from capd.store.format.codecs import crc32c
 from capd.store.format.frames import FORMAT_VERSION
 
 __all__ = [
@@ -99,13 +100,15 @@ def segment_name(kind: str, generation: int) -> str:
     return f"{kind}-{generation:08d}.parquet"
 
 
+_SUM = re.compile(rb',\n "crc32c": (\d{1,10})\n}\Z')
 _encode = msgspec.json.Encoder(enc_hook=None).encode
 _decode = msgspec.json.Decoder(Manifest).decode
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the JSON of a manifest."""
-    return msgspec.json.format(_encode(manifest), indent=1)
+    """Return the JSON of a manifest, with its checksum."""
+    head = msgspec.json.format(_encode(manifest), indent=1).removesuffix(b"\n}")
+    return head + b',\n "crc32c": %d\n}' % crc32c(head)
 
 
 def decode_manifest(payload: bytes, place: object) -> Manifest:
@@ -127,6 +130,9 @@ def decode_manifest(payload: bytes, place: object) -> Manifest:
                 f"{place} has manifest format {version}, but this capd reads up to {MANIFEST_FORMAT}; upgrade capd"
             )
         found = _decode(payload)
+        last = _SUM.search(payload)
+        if last is None or crc32c(payload[: last.start()]) != int(last[1]):
+            raise ValueError("it fails its checksum")
         if not is_shallow(plain):
             raise ValueError("it is nested too deeply")
         for segment in (found.series, *found.records):

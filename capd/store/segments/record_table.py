@@ -253,7 +253,8 @@ class RecordSegment:
         return start, end
 
     def _damaged(self, error: object) -> ObjectStoreError:
-        return ObjectStoreError(f"{self._place} is no segment of records: {error}")
+        # Some texts of Arrow have several lines.
+        return ObjectStoreError(f"{self._place} is no segment of records: {' '.join(str(error).split())}")
 
 
 class _Window(io.RawIOBase):

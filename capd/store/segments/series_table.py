@@ -146,7 +146,8 @@ def read_series_table(payload: bytes, place: object) -> tuple[list[SeriesEntry],
         ], footers
     except (pa.ArrowException, OSError, sqlite3.DatabaseError, ValueError, TypeError, LookupError,
             AttributeError, RecursionError) as error:  # fmt: skip
-        raise ObjectStoreError(f"{place} is no segment of series: {error}") from error
+        # Some texts of Arrow have several lines.
+        raise ObjectStoreError(f"{place} is no segment of series: {' '.join(str(error).split())}") from error
 
 
 def _entry(plain: Mapping[str, Any]) -> SeriesEntry:

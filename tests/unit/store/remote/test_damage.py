@@ -104,20 +104,24 @@ def test_a_damaged_row_is_never_believed(run: Path, place: Address) -> None:
     payload, wanted = segment.read_bytes(), str([one.records[0].stats for one in capd.open(run).series])
     values = random.Random(1)
     refused = 0
-    for _ in range(60):
+    for _ in range(120):
         harmed = bytearray(payload)
         harmed[values.randrange(len(harmed))] ^= 1 << values.randrange(8)
         segment.write_bytes(harmed)
         try:
             assert str([one.records[0].stats for one in capd.open(place).series]) == wanted
-        except CapdError:
+        except CapdError as error:
             refused += 1
+            assert "\n" not in str(error)
     assert refused
 
 
 def _manifest(place: Address, **changes: object) -> None:
     file = Path("/", place.key, MANIFEST)
-    file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), **changes}))
+    plain = {**msgspec.json.decode(file.read_bytes()), **changes}
+    del plain["crc32c"]
+    head = msgspec.json.format(msgspec.json.encode(plain), indent=1).removesuffix(b"\n}")
+    file.write_bytes(head + b',\n "crc32c": %d\n}' % crc32c(head))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,18 @@ def test_a_manifest_that_lies_is_refused_in_one_line(
         _ = capd.open(place).series
     assert "\n" not in str(raised.value)
     assert str(place) in str(raised.value)
+
+
+def test_no_flipped_bit_of_a_manifest_is_believed(place: Address) -> None:
+    file = Path("/", place.key, MANIFEST)
+    payload = file.read_bytes()
+    for at in range(len(payload)):
+        harmed = bytearray(payload)
+        harmed[at] ^= 1 << at % 7
+        file.write_bytes(harmed)
+        with pytest.raises(CapdError) as raised:
+            capd.open(place)
+        assert str(file) in str(raised.value)
 
 
 def test_any_manifest_and_series_segment_is_refused_or_read(run: Path, place: Address) -> None:
