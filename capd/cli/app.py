@@ -88,6 +88,14 @@ class _Word(NamedTuple):
 class _Command(TyperCommand):
     """A verb whose usage line names its arguments as its help does: `capd run [OPTIONS] -- CMD…`."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)
+        for one in found:
+            if one.param_type_name == "argument":
+                # STORE says more than the type in Python that typer adds: STORE <Any>.
+                one.display_type = lambda _: None
+        return found
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
         names = [(one.metavar or one.name.upper(), one.required) for one in arguments]

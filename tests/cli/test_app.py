@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def test_help_lists_every_verb() -> None:
 def test_every_verb_explains_itself(capd: Capd) -> None:
     for name in VERBS:
         found = capd(name, "--help")
+        assert not re.search(r"^  \S+ <", found.out, re.M), "the type of an argument in Python"
         assert found.code == 0, name
         assert "Usage: capd" in found.out
 
