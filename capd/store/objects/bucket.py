@@ -21,6 +21,7 @@ from capd.errors import ObjectStoreError
 from capd.store.objects.address import Address
 from capd.store.objects.credentials import store_options
 from capd.store.objects.failures import translated
+from capd.store.objects.forked import note_use
 
 __all__ = ["CRC_ATTRIBUTE", "Bucket", "Head", "part_nbytes"]
 
@@ -285,6 +286,7 @@ class Bucket:
         return {CRC_ATTRIBUTE: f"{crc32c:08x}"}
 
     def _calling(self, key: str) -> Any:
+        note_use(self.address)
         with self._lock:
             self.requests += 1
         return translated(self.address / key if key else self.address)
