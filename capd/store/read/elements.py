@@ -6,10 +6,10 @@ element that cannot be read exactly raises DamagedRecord. No value is ever fille
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ _KEPT_CHUNKS = 64
 _KEPT_PLANS = 16
 _CRC_NBYTES = 4
 ReadFile: TypeAlias = ShardFile | ShardWindows
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -92,13 +93,20 @@ class RecordReader:
         """
         plan = self._plan(number, record, region)
         out = np.empty(plan.selection.extents, dtype=self._chain.stored)
-        try:
-            run_jobs(self._jobs(number, record, plan, out))
-        except DamagedRecord:
-            if not self._locator.renew(number):
-                raise
-            run_jobs(self._jobs(number, record, plan, out))
+        self._renewing([number], lambda: run_jobs(self._jobs(number, record, plan, out)))
         return out.reshape(plan.selection.shape)
+
+    def _renewing(self, numbers: Sequence[int], read: Callable[[], Made]) -> Made:
+        """Read records. If one is damaged and its shard has changed since it was opened, read them once more."""
+        try:
+            return read()
+        except DamagedRecord:
+            of_shard = {number // self._header.geometry.shard_records: number for number in numbers}
+            # Each of them, not only the first one that has changed.
+            renewed = [self._locator.renew(number) for number in of_shard.values()]
+            if not any(renewed):
+                raise
+            return read()
 
     def encoded(self, number: int, record: RecordHead) -> list[tuple[int, Encoded]]:
         """Return the stored chunks of a record that shares none, with their ordinals.
@@ -107,6 +115,9 @@ class RecordReader:
             DamagedRecord: A chunk is damaged, or the record is not in a shard.
             StoreError: A file cannot be read.
         """
+        return self._renewing([number], lambda: self._encoded(number, record))
+
+    def _encoded(self, number: int, record: RecordHead) -> list[tuple[int, Encoded]]:
         plan = self._plan(number, record, ...)
         file, places, raw = self._locator.find(number, record, plan.ordinals, plan.ordinals)
         if raw is not None or self._header.geometry.batch > 1:
@@ -147,18 +158,23 @@ class RecordReader:
             raise CapdError(f"{self._header.path}: only records of one shape can be stacked, not {known}")
         plan = self._plan(*records[0], region)
         out = np.empty((len(records), *plan.selection.extents), dtype=self._chain.stored)
-        self._locator.prepare([number for number, _ in records], plan.ordinals, plan.wanted)
-        jobs = (
-            job
-            for at, (number, record) in enumerate(records)
-            for job in self._jobs(number, record, plan, out[at, ...])
-        )
-        if self._header.geometry.batch > 1:
-            # Neighbours share a chunk. One thread decodes it only once.
-            for job in jobs:
-                job()
-        else:
-            run_jobs(jobs)
+        numbers = [number for number, _ in records]
+
+        def read() -> None:
+            self._locator.prepare(numbers, plan.ordinals, plan.wanted)
+            jobs = (
+                job
+                for at, (number, record) in enumerate(records)
+                for job in self._jobs(number, record, plan, out[at, ...])
+            )
+            if self._header.geometry.batch > 1:
+                # Neighbours share a chunk. One thread decodes it only once.
+                for job in jobs:
+                    job()
+            else:
+                run_jobs(jobs)
+
+        self._renewing(numbers, read)
         return out.reshape((len(records), *plan.selection.shape))
 
     def _plan(self, number: int, record: RecordHead, region: Region) -> _Plan:

@@ -9,7 +9,7 @@ import pytest
 
 import capd
 from capd.errors import ObjectStoreError
-from capd.store.objects.address import Address
+from capd.store.objects.address import Address, parse_address
 from capd.store.objects.bucket import Bucket
 from tests.kit.objects.uploaded import publish
 from tests.kit.store.writing import Writer, key
@@ -53,6 +53,28 @@ def test_a_shard_that_was_continued_has_the_same_records(
     before.refresh()
     assert values_of(before) == values_of(capd.open(run))
     assert [len(one) for one in before.series] == [6, 6]
+
+
+def test_records_whose_chunks_moved_are_read_together(tmp_path: Path) -> None:
+    """Small records share chunks. A continued shard is compacted, and its chunks move."""
+
+    def small(first: int, last: int) -> Path:
+        writer = Writer(tmp_path / "here")
+        writer.sequence = first
+        for number in range(first, last):
+            bits = np.random.default_rng(number).standard_normal((60, 50)).astype("f4")
+            writer.put(key("small"), "float32", bits, iteration=number)
+        writer.close()
+        return writer.run
+
+    there = parse_address(f"file://{tmp_path}/there")
+    # More than 4 MiB: a smaller shard is fetched as a whole.
+    [before] = capd.open(publish(small(0, 605), there)).series
+    assert before.numpy(3).any()  # the index is read
+    run = small(605, 608)
+    publish(run, there)
+    chosen = slice(590, 605)
+    np.testing.assert_array_equal(before.stack(chosen), capd.open(run).series[0].stack(chosen))
 
 
 @pytest.mark.parametrize("was_read", [False, True])
