@@ -65,11 +65,18 @@ class RemoteRun:
         heads = self._manifests()
         if not heads and not may_be_none:
             raise self._no_run()
-        for name, head in heads.items():
-            held = self._nodes.get(name)
-            if held is None or head.etag is None or held.etag != head.etag:
-                self._nodes[name] = self.node(name)
-        self._nodes = {name: self._nodes[name] for name in heads}
+        held = {name: node for name, node in self._nodes.items() if name in heads}
+        changed = [
+            name
+            for name, head in heads.items()
+            if name not in held or head.etag is None or held[name].etag != head.etag
+        ]
+        if len(changed) > 1:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(changed)), thread_name_prefix="capd-get") as pool:
+                held |= zip(changed, pool.map(self.node, changed), strict=True)
+        else:
+            held |= {name: self.node(name) for name in changed}
+        self._nodes = {name: held[name] for name in heads}
         return list(self._nodes.values())
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import capd
 from capd.store.objects.address import Address
 from capd.store.read.store import Store
+from tests.kit.objects.proxy import FaultProxy
+from tests.kit.objects.service import Bucket
 from tests.kit.objects.uploaded import filled, filled_in_rounds, publish
 
 
@@ -60,6 +63,19 @@ def test_two_nodes_under_one_prefix_read_as_one_run(tmp_path: Path, prefix: Addr
     remote = capd.open(place)
     assert content(remote) == content(capd.open(run))
     assert [node.name for node in remote.nodes] == ["n0", "n1"]
+
+
+def test_the_manifests_of_several_nodes_are_asked_for_at_once(
+    tmp_path: Path, bucket: Bucket, prefix: Address, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in ("n0", "n1"):
+        run = filled(tmp_path, node=node, count=1)
+    place = publish(run, prefix)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.through(fault_proxy).service.endpoint)
+    both = threading.Barrier(2)
+    fault_proxy.on_request = lambda one: one.path.endswith("manifest.json") and both.wait(20)
+    assert len(capd.open(place).nodes) == 2
+    assert not both.broken
 
 
 @pytest.mark.parametrize("name", ["large", "small", "stats"])
