@@ -9,7 +9,7 @@ from pathlib import Path
 from capd.errors import StoreError
 from capd.store.catalog.rows import SeriesRow, read_series, stored_between
 from capd.store.disk.layout import shard_path
-from capd.store.scan.moved_shard import moved_shard
+from capd.store.scan.moved_shard import is_mostly_hole, moved_shard
 
 __all__ = ["moved_nbytes", "moved_records"]
 
@@ -19,8 +19,10 @@ def moved_records(run: Path, row: SeriesRow) -> Iterator[range]:
     per_shard = row.header.geometry.shard_records
     # The last shard is never moved.
     for shard in range((row.sealed - 1) // per_shard):
+        path = shard_path(run, row.header, shard)
         try:
-            is_moved = moved_shard(run, shard_path(run, row.header, shard)) is not None
+            # A stub whose hole was written takes its space here. Others need not be opened.
+            is_moved = is_mostly_hole(path.stat()) and moved_shard(run, path) is not None
         except (StoreError, OSError):
             # `capd verify` finds the damage.
             continue

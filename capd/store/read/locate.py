@@ -151,9 +151,10 @@ class Locator:
 
         def look() -> Found | None:
             file = self._files.open(path)
-            if file.nbytes <= MAX_STUB_NBYTES and (moved := self._stub(file)) is not None:
+            belongs = file.belongs_to(header, shard)
+            if belongs is None and (moved := self._stub(file)) is not None:
                 return moved
-            if file.belongs_to(header, shard) is False:
+            if belongs is False:
                 raise DamagedRecord("its HEADER frame and the catalog describe different shards")
             slots = {ordinal: geometry.slot(number, ordinal) for ordinal in ordinals}
             places = file.places(slots, header, shard)
@@ -173,7 +174,7 @@ class Locator:
     def _stub(self, file: ShardFile) -> MovedShard | None:
         """Return where a shard was moved to; None if the file is no stub."""
         key = Path(file.path).relative_to(self._node.run).as_posix()
-        return read_stub(file.read((0, file.nbytes)), key)
+        return read_stub(file.read((0, MAX_STUB_NBYTES)), key)
 
     def _is_published(self, number: int, file: ShardFile) -> bool:
         """Return whether plain Zarr readers see the record in exactly this file.

@@ -22,7 +22,7 @@ from capd.store.repair.result import Repair
 from capd.store.run.options import StoreOptions
 from capd.store.run.run_store import RunStore
 from capd.store.scan.published import read_published
-from capd.store.scan.survey import moved_shards, shard_files
+from capd.store.scan.survey import shard_files
 from capd.store.verify.run import run_identity
 
 __all__ = ["repair"]
@@ -82,12 +82,11 @@ def _check_place(run: Path, new: Path) -> None:
 
 
 def _nbytes(run: Path) -> int:
-    """Return the bytes of all files that hold records, and of moved shards."""
+    """Return the bytes of all files that hold records. The stub of a moved shard has the size of the shard."""
     total = 0
     for pattern in ("*/rank*/layer*/*/*/data/c/**/*", ".capd/node=*/spool/*", f".capd/node=*/{CATALOG_NAME}"):
         total += sum(path.stat().st_size for path in run.glob(pattern) if path.is_file())
-    moved = (one for path in series_on_disk(run) for one in moved_shards(run, path).values())
-    return total + sum(one.nbytes for one in moved)
+    return total
 
 
 @contextlib.contextmanager

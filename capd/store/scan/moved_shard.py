@@ -4,9 +4,9 @@
     {"format":1,"to":"s3://bucket/prefix/run.zarr","key":"<series path>/data/c/0/0/0","nbytes":…,"crc32c":"89abcdef"}
     <crc32c of the lines before, as eight hexadecimal digits>
 
-Zarr readers fill a missing shard with zeros in silence. The stub is neither a frame nor an index, so they raise: the
-last bytes of it fail the checksum of an index. Were the checksum right by chance, each entry would still be a place
-beyond the end of the file, because ASCII text never encodes an empty entry.
+After the text comes a hole, up to the size of the shard. Zarr readers fill a missing shard with zeros in silence, and
+zarr-python also a chunk after the end of a file. A reader may have read the index before the shard was moved: it then
+finds zeros in the place of a chunk, and zeros fail each checksum, that of a chunk and that of an index. So it raises.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.format.codecs import crc32c
 from capd.store.objects.address import Address, parse_address
 
-__all__ = ["MAX_STUB_NBYTES", "STUB_GLOB", "MovedShard", "encode_stub", "moved_shard", "read_stub"]
+__all__ = [
+    "MAX_STUB_NBYTES",
+    "STUB_GLOB",
+    "MovedShard",
+    "begins_as_stub",
+    "encode_stub",
+    "is_mostly_hole",
+    "moved_shard",
+    "read_stub",
+]
 
 MAX_STUB_NBYTES = 8192
-"""No stub is larger. A file of more bytes need not be opened to know that it is none."""
+"""The text of a stub has no more bytes."""
 
 STUB_GLOB = "moving-*.tmp"
 """The names of new stubs in the directory of a node, before they take the place of their shards."""
@@ -69,27 +78,38 @@ class MovedShard:
 
 
 def encode_stub(moved: MovedShard) -> bytes:
-    """Return the content of a stub."""
+    """Return the text of a stub. In a file, a hole follows it."""
     plain = _Plain(STUB_FORMAT, str(moved.to), moved.key, moved.nbytes, f"{moved.crc32c:08x}")
     body = _MAGIC + msgspec.json.encode(plain) + b"\n"
     return body + b"%08x\n" % crc32c(body)
+
+
+def begins_as_stub(payload: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a stub. No shard begins like this."""
+    return payload.startswith(_MAGIC)
+
+
+def is_mostly_hole(info: os.stat_result) -> bool:
+    """Return whether a file takes little of its size. Stubs do, as long as no copy wrote their holes."""
+    return info.st_blocks * 512 <= info.st_size // 2
 
 
 def read_stub(payload: bytes, key: str) -> MovedShard | None:
     """Return what a stub says; None if the bytes do not begin as one.
 
     Args:
-        payload: The first MAX_STUB_NBYTES + 1 bytes of a file in a run that may come from anybody.
+        payload: The first MAX_STUB_NBYTES bytes of a file in a run that may come from anybody.
         key: The path of the file in the run.
 
     Raises:
         DamagedRecord: The stub is damaged, or of another shard.
         StoreError: A newer capd wrote it.
     """
-    if not payload.startswith(_MAGIC):
+    if not begins_as_stub(payload):
         return None
-    body, check = payload[:-9], payload[-9:]
-    if len(payload) > MAX_STUB_NBYTES or check != b"%08x\n" % crc32c(body):
+    end = payload.find(b"\n", payload.find(b"\n", len(_MAGIC)) + 1) + 1
+    body, check = payload[: end - 9], payload[end - 9 : end]
+    if check != b"%08x\n" % crc32c(body) or payload[end:].strip(b"\0"):
         raise DamagedRecord("the stub of a moved shard fails its checksum")
     try:
         version = msgspec.json.decode(body[len(_MAGIC) :], type=dict).get("format")
@@ -117,15 +137,13 @@ def moved_shard(run: Path, shard: Path) -> MovedShard | None:
         OSError: The file cannot be read.
     """
     try:
-        info = os.stat(shard)
-        # A shard of usual size is not opened.
-        if info.st_size > MAX_STUB_NBYTES or not stat.S_ISREG(info.st_mode):
-            return None
         fd = os.open(shard, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        payload = os.pread(fd, MAX_STUB_NBYTES + 1, 0)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        payload = os.pread(fd, MAX_STUB_NBYTES, 0)
     finally:
         os.close(fd)
     return read_stub(payload, shard.relative_to(run).as_posix())

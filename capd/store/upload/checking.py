@@ -35,7 +35,7 @@ def problem_of(
 
     Raises:
         ObjectStoreError: The object store does not answer.
-        OSError: The local file cannot be read, or is another one than it was.
+        FileNotFoundError: The local file is gone, or is another one than it was.
     """
     head = bucket.head(key)
     if head is None:
@@ -47,13 +47,20 @@ def problem_of(
         return f"{bucket.address / key} has no checksum, so nothing shows that it is whole"
     if crc != known.crc32c:
         return f"{bucket.address / key} does not have the checksum that was uploaded"
-    with OpenShard(path) as file:
-        if file.version != FileVersion.of(info):
-            raise FileNotFoundError(f"{path} was replaced in the meantime")
-        if (file.version.nbytes, file.crc32c()) != (known.nbytes, known.crc32c):
-            return f"{path} does not have the bytes that were uploaded; `capd verify` tells more"
     nbytes = min(known.nbytes, index_nbytes(header.geometry.shard_slots))
-    if bucket.get_range(key, known.nbytes - nbytes, known.nbytes) != _tail(path, nbytes):
+    try:
+        with OpenShard(path) as file:
+            if file.version != FileVersion.of(info):
+                raise FileNotFoundError(f"{path} was replaced in the meantime")
+            if (file.version.nbytes, file.crc32c()) != (known.nbytes, known.crc32c):
+                return f"{path} does not have the bytes that were uploaded; `capd verify` tells more"
+        tail = _tail(path, nbytes)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        # The others can go, also when this one is on a bad block.
+        return f"it cannot be read ({error}); `capd verify` tells more"
+    if bucket.get_range(key, known.nbytes - nbytes, known.nbytes) != tail:
         return f"the index of {bucket.address / key} is not that of the file"
     return ""
 

@@ -12,6 +12,7 @@ import google_crc32c
 import msgspec
 
 from capd.store.disk.files import make_directory, rename, write_file
+from capd.store.scan.moved_shard import MAX_STUB_NBYTES, begins_as_stub
 
 __all__ = ["FileVersion", "KnownFiles", "OpenShard", "extended_crc32c"]
 
@@ -54,6 +55,11 @@ class OpenShard:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+    @property
+    def is_stub(self) -> bool:
+        """Whether it is the stub of a moved shard, sound or damaged."""
+        return begins_as_stub(os.pread(self._fd, MAX_STUB_NBYTES, 0))
 
     def pieces(self, nbytes: int = _PIECE_NBYTES) -> Iterator[bytes]:
         """Yield the content in pieces.

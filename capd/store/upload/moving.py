@@ -22,14 +22,21 @@ from capd.errors import StoreBusy
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.disk.failpoints import failpoint
-from capd.store.disk.files import new_file, rename, sync_paths, unlink
+from capd.store.disk.files import new_file, rename, sync_paths, truncate, unlink
 from capd.store.disk.layout import node_directory, shard_path
 from capd.store.disk.run_lock import RunLock
 from capd.store.format.frames import SeriesHeader
 from capd.store.objects.bucket import Bucket
-from capd.store.scan.moved_shard import MAX_STUB_NBYTES, STUB_GLOB, MovedShard, encode_stub
+from capd.store.scan.moved_shard import (
+    MAX_STUB_NBYTES,
+    STUB_GLOB,
+    MovedShard,
+    encode_stub,
+    is_mostly_hole,
+)
 from capd.store.segments.series_table import SeriesEntry, ShardObject
 from capd.store.upload.checking import problem_of
+from capd.store.upload.local_files import OpenShard
 from capd.store.upload.move_policy import MovePolicy, used_fraction
 
 __all__ = ["ShardMover", "UploadedPart"]
@@ -157,8 +164,8 @@ class ShardMover:
                         yield row, number, path, info
 
     def _is_due(self, path: Path, info: os.stat_result) -> bool:
-        # What is not larger is a stub, or would free nothing.
-        if not stat.S_ISREG(info.st_mode) or info.st_size <= MAX_STUB_NBYTES:
+        # What takes so little is a stub, or would free nothing.
+        if not stat.S_ISREG(info.st_mode) or info.st_size <= MAX_STUB_NBYTES or is_mostly_hole(info):
             return False
         is_known_wrong = time.monotonic() - self._wrong.get(path, -_AGAIN_S) < _AGAIN_S
         return not is_known_wrong and self.policy.is_due(time.time() - info.st_mtime)
@@ -177,8 +184,11 @@ class ShardMover:
                 continue
             last = (there.records - 1) // row.header.geometry.shard_records
             known = shards.get(number)
-            # Otherwise it waits for its upload.
-            if known is not None and number < last and known.nbytes == info.st_size:
+            if known is None or number >= last or known.nbytes != info.st_size:
+                # It waits for its upload.
+                continue
+            # A copy may have written the hole of a stub.
+            if not _is_stub(path):
                 yield _Candidate(part, row.header, path, known, info)
 
     def _move(self, one: _Candidate, settled: set[Path]) -> bool:
@@ -205,6 +215,12 @@ class ShardMover:
         return True
 
 
+def _is_stub(path: Path) -> bool:
+    with contextlib.suppress(OSError), OpenShard(path) as file:
+        return file.is_stub
+    return False
+
+
 def _settle(one: _Candidate, settled: set[Path]) -> None:
     """Make the catalog and the documents of a series durable, once in a call."""
     series = one.part.run / one.header.path
@@ -225,6 +241,7 @@ def _replace(one: _Candidate) -> None:
     temporary = directory / STUB_GLOB.replace("*", f"{os.getpid()}-{time.monotonic_ns()}")
     try:
         new_file(temporary, [stub])
+        truncate(temporary, one.info.st_size)
         sync_paths([temporary], directory)
         failpoint("move.after_stub")
         now = one.path.lstat()

@@ -15,7 +15,7 @@ from capd.store.documents.json_document import is_length
 from capd.store.documents.remote_state import RemoteState
 from capd.store.format.codecs import crc32c
 from capd.store.format.columns import TABLE_ROWS
-from capd.store.scan.moved_shard import MAX_STUB_NBYTES, moved_shard
+from capd.store.scan.moved_shard import moved_shard
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.local_files import FileVersion, KnownFiles
 from capd.store.upload.published_node import check_moved_to
@@ -120,13 +120,12 @@ def plan_series(
         except FileNotFoundError:
             # All its records were lost.
             continue
-        if version.nbytes <= MAX_STUB_NBYTES and (moved := moved_shard(run, file)) is not None:
-            check_moved_to(run, moved, state.to)
-            found.kept.append(ShardObject(number, moved.nbytes, moved.crc32c))
-            continue
         crc = known.crc32c(key, version)
         if held is not None and crc is not None and (held.nbytes, held.crc32c) == (version.nbytes, crc):
             found.kept.append(held)
+        elif (moved := moved_shard(run, file)) is not None:
+            check_moved_to(run, moved, state.to)
+            found.kept.append(ShardObject(number, moved.nbytes, moved.crc32c))
         else:
             found.shards.append(PlannedShard(number, file, key, version, held))
     return found

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from capd.errors import StoreError
 from capd.store.disk.failpoints import failpoint
 from capd.store.objects.bucket import Bucket, part_nbytes
-from capd.store.scan.moved_shard import MAX_STUB_NBYTES
 from capd.store.segments.series_table import ShardObject
 from capd.store.upload.local_files import KnownFiles, OpenShard, extended_crc32c
 from capd.store.upload.plan import PlannedDocument, PlannedShard
@@ -118,7 +117,7 @@ class Transfer:
         failpoint("upload.before_shard")
         try:
             with OpenShard(planned.path) as file:
-                if file.version.nbytes <= MAX_STUB_NBYTES and file.version != planned.version:
+                if file.is_stub:
                     # Its stub must never take the place of the object that it names.
                     raise StoreError(f"{planned.path} was moved; the next round looks again", retry=True)
                 crc = self._known.crc32c(planned.key, file.version)
