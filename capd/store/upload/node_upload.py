@@ -40,6 +40,7 @@ from capd.store.upload.sending.conditions import Conditions, probe
 from capd.store.upload.sending.transfer import Transfer, UploadTools
 from capd.store.upload.sending.unfinished import abort_unfinished
 from capd.store.upload.snapshot import CatalogSnapshot, catalog_snapshot
+from capd.store.upload.uploaded_rows import UploadedRows
 
 __all__ = ["NodeUpload", "RoundResult", "versions_of"]
 
@@ -258,7 +259,8 @@ class NodeUpload:
             remote.records, remote.footers, plan.known, plan.rows, is_complete=plan.is_complete
         )
         return write_records(
-            segments, snapshot, plan.known, remote.footers, plan.rows, self._directory, remote.generation + 1,
+            segments, snapshot, plan.known, remote.footers, plan.rows,
+            UploadedRows(self._bucket, self.node, remote.entries), self._directory, remote.generation + 1,
             self.tools.halt,
         )  # fmt: skip
 

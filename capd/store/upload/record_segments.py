@@ -20,6 +20,7 @@ from capd.store.upload.local_files import OpenShard
 from capd.store.upload.published_node import generation_of
 from capd.store.upload.sending.halt import Halt
 from capd.store.upload.snapshot import CatalogSnapshot
+from capd.store.upload.uploaded_rows import UploadedRows
 
 __all__ = ["MAX_SEGMENTS", "SegmentPlan", "WrittenRecords", "plan_segments", "write_records"]
 
@@ -95,6 +96,7 @@ def write_records(
     before: Mapping[str, SeriesEntry],
     footers: Mapping[int, bytes],
     rows: Sequence[SeriesRow],
+    uploaded: UploadedRows,
     directory: Path,
     generation: int,
     halt: Halt,
@@ -107,13 +109,14 @@ def write_records(
         before: As for `plan_segments`.
         footers: The footers of the segments so far.
         rows: The local series.
+        uploaded: The rows of the last manifest.
         directory: The directory of the node.
         generation: The number of the new segment.
         halt: The request to stop.
 
     Raises:
         UploadStopped: The upload was asked to stop.
-        StoreError: The catalog lacks a record.
+        StoreError: The catalog lacks a record, or rows that only the object store has cannot be read there now.
         OSError: The file cannot be written.
     """
     kept = {generation_of(one.name) for one in plan.kept}
@@ -135,7 +138,7 @@ def write_records(
             path, first = row.header.path, plan.firsts[row.header.path]
             sums = _Sums(row, before.get(path))
             for number, stored, body in snapshot.records(row.id, first, row.sealed):
-                writer.add(row.id, path, number, stored, body)
+                writer.add(row.id, path, number, stored, uploaded.completed(row, number, body))
                 sums.add(number, stored, body)
             found.rows[path] = sums.row()
         written = writer.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class RoundPlan:
     Attributes:
         series: The series of this round, changed or not.
         entries: The entries of changed series that wait for the next round, by path.
-        sessions: The sessions of the catalog.
+        sessions: The sessions of the catalog, and those that a lost catalog had.
         more: Whether series wait for the next round.
         is_complete: Whether the manifest will hold everything of a quiet run.
         nbytes: The bytes of all shards that wait, also of those for the next round.
@@ -125,7 +125,13 @@ def plan_round(
         taken += planned.nbytes
         series.append(planned)
     return RoundPlan(
-        series, entries, snapshot.sessions, more, snapshot.is_complete and not more, nbytes, oldest_s
+        series,
+        entries,
+        _sessions(snapshot, remote),
+        more,
+        snapshot.is_complete and not more,
+        nbytes,
+        oldest_s,
     )
 
 
@@ -163,6 +169,13 @@ def _check_catalog(run: Path, snapshot: CatalogSnapshot, remote: PublishedNode) 
                 "`capd verify` says what is damaged",
                 retry=True,
             )
+
+
+def _sessions(snapshot: CatalogSnapshot, remote: PublishedNode) -> list[SessionRow]:
+    """Return all sessions of the node. A catalog that was lost took its own with it: those here ended with it."""
+    known = {session.client for session in snapshot.sessions}
+    gone = [] if remote.manifest is None else [s for s in remote.manifest.sessions if s.client not in known]
+    return [*(replace(s, state="died") if s.state == "live" else s for s in gone), *snapshot.sessions]
 
 
 def _states(sessions: list[SessionRow]) -> dict[bytes, str]:
