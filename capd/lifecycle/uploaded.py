@@ -21,6 +21,7 @@ from capd.store.segments.manifest import (
     decode_manifest,
     node_prefix,
 )
+from capd.store.verify.remote import verify_remote
 from capd_client.process.text import human_nbytes
 
 __all__ = ["Unsynced", "unsynced", "uploaded_to"]
@@ -64,13 +65,18 @@ def uploaded_to(run: Path) -> str:
 
 
 def unsynced(run: Path) -> list[Unsynced]:
-    """Return the parts of a run that are not wholly uploaded. It asks the object store for each node's manifest.
+    """Return the parts of a run that are not wholly uploaded.
+
+    It asks the object store for each node's manifest, and then lists the objects: a manifest says nothing of those that
+    were deleted since.
 
     Raises:
         CapdError: A catalog cannot be read.
         OSError: A catalog cannot be read.
     """
-    return [one for node in nodes_of(run) if (one := _unsynced_of(run, node)) is not None]
+    nodes = nodes_of(run)
+    found = [one for node in nodes if (one := _unsynced_of(run, node)) is not None]
+    return found or [one for node in nodes if (one := _damaged_of(run, node)) is not None]
 
 
 def _unsynced_of(run: Path, node: str) -> Unsynced | None:
@@ -96,6 +102,27 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
     missing, nbytes = max(0, records - there), max(0, raw - manifest.raw_bytes)
     why = "" if missing else f"the upload to {state.to} is not complete"
     return Unsynced(node, state.to, missing, nbytes, why)
+
+
+def _damaged_of(run: Path, node: str) -> Unsynced | None:
+    """Return a part whose manifest is complete, but names objects that are not there."""
+    directory = node_directory(run, node)
+    records, raw, _ = _local(directory)
+    state = read_remote_state(directory)
+    if not records or state is None:
+        return None
+    try:
+        report = verify_remote(parse_address(state.to), listing=True)
+    except CapdError as error:
+        return Unsynced(node, state.to, records, raw, str(error))
+    # Other machines may still upload their nodes.
+    found = [one for one in report.damaged if one.node in ("", node)]
+    if not found:
+        return None
+    what = f"{found[0].file}: {found[0].what}"
+    if len(found) > 1:
+        what += f", and {len(found) - 1} more of the kind; `capd verify {state.to} --listing` lists them"
+    return Unsynced(node, state.to, records, raw, what)
 
 
 def _local(directory: Path) -> tuple[int, int, int]:

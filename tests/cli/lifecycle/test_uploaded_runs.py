@@ -108,6 +108,24 @@ def test_a_manifest_that_is_gone_or_damaged_shows_nothing(
     assert run.run.exists()
 
 
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda place: os.truncate(place, 9)])
+def test_objects_that_somebody_deleted_or_cut_keep_the_run(
+    run: Writer, capd: Capd, remote: Address, spoil: Callable[[Path], None]
+) -> None:
+    """A manifest outlives its objects, for example by a rule of the bucket: the local run is then the only one."""
+    shards = sorted(Path("/", remote.key, "run.zarr").rglob("data/c/1/0/0"))
+    for shard in shards:
+        spoil(shard)
+    done = capd("rm", run.run, "--yes")
+    assert done.code == 1
+    assert "is not wholly uploaded, nothing removed" in done.err
+    assert "data/c/1/0/0: " in done.err
+    assert "and 1 more of the kind" in done.err
+    assert run.run.exists()
+    done = capd("prune", run.run.parent, "--keep-within", "1s", "--only-uploaded", "--yes")
+    assert run.run.exists()
+
+
 def test_the_manifest_of_another_store_counts_for_nothing(run: Writer, capd: Capd, remote: Address) -> None:
     """A second store of the same names at the same place: the first one is not uploaded any more."""
     state = node_directory(run.run, "n0") / "remote.json"
