@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from capd.errors import CapdError
+from capd.errors import CapdError, ObjectStoreError
 from capd.store.documents.headers import sound_row
 from capd.store.format.frames import decode_row
 from capd.store.objects.address import Address
@@ -14,14 +18,22 @@ from capd.store.objects.bucket import Bucket
 from capd.store.remote.node import RemoteNode
 from capd.store.remote.windows import WindowCache
 from capd.store.scan.survey import SurveyedSeries
+from capd.store.segments.record_table import BodyRow
 
 __all__ = ["MovedRows"]
 
 logger = logging.getLogger(__name__)
 
+# A rank waits for the opening of its run. A store that hangs would hold it for many minutes.
+_PATIENCE_S = 20.0
+T = TypeVar("T")
+
 
 class MovedRows:
-    """Completes the rows of surveyed series. No request is made before one has moved shards."""
+    """Completes the rows of surveyed series. No request is made before one has moved shards.
+
+    An object store that does not answer for a while is not asked again.
+    """
 
     def __init__(self, node: str) -> None:
         """Prepare it. node: the name of the node that wrote the series."""
@@ -54,13 +66,16 @@ class MovedRows:
 
     def _complete(self, found: SurveyedSeries, node: RemoteNode, to: Address) -> int:
         path, per_shard = found.header.path, found.header.geometry.shard_records
-        entry = node.entries.get(path)
+        entry = _soon(lambda: node.entries).get(path)
         if entry is None or entry.row.header.geometry != found.header.geometry:
             return 0
         completed = 0
         for shard, moved in found.moved.items():
             first, last = shard * per_shard, min((shard + 1) * per_shard, entry.row.records)
-            for body in node.bodies(path, first, last) if moved.to == to else ():
+            bodies: list[BodyRow] = []
+            if moved.to == to:
+                bodies = _soon(partial(_bodies, node, path, first, last))
+            for body in bodies:
                 row, known = sound_row(decode_row(body.body), found.header), found.rows.get(body.record)
                 if known is not None and (known.moment, known.shape) == (row.moment, row.shape):
                     found.stored_nbytes += body.stored_bytes - found.shares.get(body.record, 0)
@@ -72,7 +87,7 @@ class MovedRows:
         if to not in self._nodes:
             try:
                 bucket = Bucket(to)
-                self._nodes[to] = RemoteNode(bucket, WindowCache(bucket), self._name)
+                self._nodes[to] = _soon(lambda: RemoteNode(bucket, WindowCache(bucket), self._name))
             except CapdError as error:
                 self._fail(to, error)
         return self._nodes[to]
@@ -83,3 +98,34 @@ class MovedRows:
             "the rows of moved records cannot be read from %s, so their statistics and metadata are unknown here: %s",
             to, error,
         )  # fmt: skip
+
+
+def _bodies(node: RemoteNode, path: str, first: int, last: int) -> list[BodyRow]:
+    return list(node.bodies(path, first, last))
+
+
+def _soon(ask: Callable[[], T]) -> T:
+    """Return what an object store answers within some seconds. The request of one that hangs is left alone.
+
+    Raises:
+        ObjectStoreError: It did not answer.
+        BaseException: What `ask` raises.
+    """
+    answers: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            failures.append(error)
+
+    # Not an executor: its threads would hold the end of the interpreter.
+    thread = threading.Thread(target=run, name="capd-moved-rows", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    if failures:
+        raise failures[0]
+    if not answers:
+        raise ObjectStoreError(f"no answer within {_PATIENCE_S:.0f} s", reason="unreachable", retry=True)
+    return answers[0]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import capd
 from capd.errors import ObjectStoreError
 from capd.store.catalog.rows import CATALOG_NAME
-from capd.store.objects.address import Address
+from capd.store.objects.address import Address, parse_address
 from capd.store.objects.bucket import Bucket
+from capd.store.remote import moved_rows
 from capd.store.remote.node import RemoteNode
 from capd.store.remote.windows import WindowCache
+from capd.store.scan.moved_shard import encode_stub
+from capd.store.scan.survey import moved_shards, shard_files
 from capd.store.upload.moving import ShardMover
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.sending.transfer import UploadTools
@@ -116,3 +122,28 @@ def test_rows_that_are_gone_there_do_not_stop_the_upload(tmp_path: Path, caplog)
         one.message for one in caplog.records if "the rows that were uploaded cannot be read" in one.message
     ]
     assert len(said) == 2
+
+
+def test_a_store_that_hangs_does_not_hold_a_run(tmp_path: Path, monkeypatch, caplog) -> None:
+    """A server takes the connection and never answers: the run opens, says so, and captures."""
+    monkeypatch.setattr(moved_rows, "_PATIENCE_S", 0.5)
+    writer = Writer(tmp_path / "store", shard_nbytes=1 << 20)
+    put_steps(writer, 0, 9)
+    writer.close()
+    upload(writer.run, address_of(tmp_path / "remote"))
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ALLOW_HTTP", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "true")
+        for path in (LARGE, SMALL):
+            for number, one in moved_shards(writer.run, path).items():
+                there = replace(one, to=parse_address("s3://bucket/run.zarr"))
+                shard_files(writer.run / path)[number].write_bytes(encode_stub(there))
+        (writer.run / ".capd" / "node=n0" / CATALOG_NAME).unlink()
+        again = Writer(tmp_path / "store", shard_nbytes=1 << 20)
+        again.sequence = writer.sequence
+        put_steps(again, 9, 10)
+        again.close()
+    assert not again.outcomes.refusals
+    assert caplog.text.count("no answer within") == 1
+    assert len(capd.open(writer.run)[LARGE]) == 10
