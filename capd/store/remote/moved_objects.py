@@ -32,7 +32,7 @@ class MovedObjects:
         """
         found = self._open.get(moved.to)
         if found is None:
-            bucket = Bucket(moved.to)
+            bucket = Bucket(moved.to, is_new=False)
             found = self._open[moved.to] = (bucket, WindowCache(bucket))
         return RemoteShard(*found, moved.key, ShardObject(number, moved.nbytes, moved.crc32c))
 

@@ -86,7 +86,7 @@ class MovedRows:
     def _node(self, to: Address) -> RemoteNode | None:
         if to not in self._nodes:
             try:
-                bucket = Bucket(to)
+                bucket = Bucket(to, is_new=False)
                 self._nodes[to] = _soon(lambda: RemoteNode(bucket, WindowCache(bucket), self._name))
             except CapdError as error:
                 self._fail(to, error)

@@ -83,7 +83,7 @@ class RemoteShard:
     def __init__(self, bucket: Bucket, cache: WindowCache, key: str, known: ShardObject) -> None:
         self.path = str(bucket.address / key)
         self._bucket, self._cache, self._key = bucket, cache, key
-        self.nbytes = known.nbytes
+        self.nbytes = self._known_nbytes = known.nbytes
         self.identity: tuple[str, int, int] = (key, known.nbytes, known.crc32c)
         self._is_read = False
         self._entries: NDArray[np.uint64] | None = None
@@ -139,6 +139,11 @@ class RemoteShard:
     def has_index(self) -> bool:
         """Whether `places` used an intact sharding index."""
         return self._entries is not None
+
+    @property
+    def is_other_version(self) -> bool:
+        """Whether the object has commits, and another size than the manifest says."""
+        return bool(self._committed) and self.nbytes != self._known_nbytes
 
     def fetch(self, wanted: Iterable[Place], last: Place | None) -> ShardWindows:
         """Fetch chunks, and the COMMIT that follows the last chunk of a record."""

@@ -93,7 +93,7 @@ def _brought_back(moved: MovedShard, place: Path) -> bool:
     """
     try:
         with place.open("wb") as file:
-            Bucket(moved.to).get_into(moved.key, file, at_most=moved.nbytes)
+            Bucket(moved.to, is_new=False).get_into(moved.key, file, at_most=moved.nbytes)
     except FileNotFoundError:
         return False
     except CapdError as error:

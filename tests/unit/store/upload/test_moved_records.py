@@ -96,6 +96,25 @@ def test_a_corrupt_object_is_damage(run: Writer, tmp_path: Path) -> None:
         capd.open(run.run)[LARGE].numpy(0)
 
 
+def test_an_older_version_of_an_object_is_damage(tmp_path: Path) -> None:
+    """A bucket that brings back what an object was before its shard was full never answers with zeros."""
+    writer = written(tmp_path / "store", steps=1)
+    old = shard_files(writer.run / SMALL)[0].read_bytes()
+    again = Writer(writer.run.parent, shard_nbytes=1 << 20)
+    again.held, again.sequence = writer.held, writer.sequence
+    put_steps(again, 1, 9)
+    again.close()
+    moved(writer.run, address_of(tmp_path / "remote"))
+    (tmp_path / "remote" / "run.zarr" / SMALL / "data" / "c" / "0" / "0" / "0").write_bytes(old)
+    series = capd.open(writer.run)[SMALL]
+    expected = next(held for (key, _), held in again.held.items() if key == series.key)
+    for number in range(8):
+        assert series.numpy(number).tobytes() == expected[number][1].tobytes()
+    for number in range(8, 16):
+        with pytest.raises(DamagedRecord, match="no COMMIT frame names it"):
+            series.numpy(number)
+
+
 def test_without_the_extra_the_message_says_what_to_install(run: Writer, monkeypatch) -> None:
     """One line that names the record, its address and the package."""
     monkeypatch.setitem(sys.modules, "obstore", None)
