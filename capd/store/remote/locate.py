@@ -120,8 +120,8 @@ class RemoteLocator:
         last = max(places.values(), default=None)
         windows = shard.fetch([places[one] for one in wanted if one in places], last)
         found = shard.committed(number, windows, last, header, at)
-        # Index and chunk have checksums of their own, as for a shard that a Zarr tool has written again. An older version
-        # of the object has zeros for the records that joined the chunk later.
+        # Index and chunk have checksums of their own, as for a shard that a Zarr tool has written again. An older
+        # version of the object has zeros for the records that joined the chunk later.
         if found is None and (not shard.has_index or shard.is_other_version):
             raise DamagedRecord("no COMMIT frame names it")
         if found is not None and not (_is_capture(found[0], record) and found[1].issuperset(slots.values())):
