@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from capd.cli.completion import any_of
 from capd.cli.options import option
 from capd.cli.output import human_nbytes
 from capd.cli.progress import StatusLine
+from capd.cli.signals import leaving_on_signals, signals_put_off
 from capd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ __all__ = ["ByteProgress", "ClusterOptions", "TaskBytes"]
 _CELLS = 12
 # Without a terminal, a line of JSON on stderr says now and then how far the work is.
 _LINE_S = 10.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 TaskBytes = Annotated[
     str, option("--task-bytes", "SIZE", "Records of each task; 64MiB to 512MiB are good sizes.")
@@ -113,7 +116,11 @@ class ClusterOptions:
         from capd.distributed.cluster.checks import check_memory
 
         check_memory(*largest, memory_limit_of(settings))
-        with opened_engine(settings, runs) as engine:
+        # Half a cluster cannot be closed.
+        starting = signals_put_off(_ENDING) if settings.is_own else contextlib.nullcontext()
+        with leaving_on_signals(), contextlib.ExitStack() as stack:
+            with starting:
+                engine = stack.enter_context(opened_engine(settings, runs))
             check_memory(*largest, engine.memory_limit)
             yield engine
 

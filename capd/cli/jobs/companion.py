@@ -21,8 +21,8 @@ from typing import Literal
 import typer
 
 from capd.cli.daemon_client import connect, wait_until_ready
-from capd.cli.jobs.process_group import signals_put_off
 from capd.cli.output import human_count, human_nbytes, note
+from capd.cli.signals import signals_put_off
 from capd.config import load_daemon_settings
 from capd.drops import describe_drops, left_out, lost
 from capd.errors import EndpointError

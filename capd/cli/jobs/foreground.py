@@ -11,8 +11,8 @@ from types import FrameType, TracebackType
 
 import typer
 
-from capd.cli.jobs.process_group import signals_handled, signals_put_off
 from capd.cli.output import note
+from capd.cli.signals import signals_handled, signals_put_off
 
 __all__ = ["ForegroundJob", "find_command"]
 

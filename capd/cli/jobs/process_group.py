@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 from capd.cli.output import note
+from capd.cli.signals import leaving_on_signals, signals_handled, signals_put_off
 
-__all__ = ["GroupJob", "has_variable", "leaving_on_signals", "signals_handled", "signals_put_off"]
+__all__ = ["GroupJob", "has_variable"]
 
 # The time that the job may take to end. It includes torchrun's own grace of 30 s.
 END_S = 60.0
@@ -23,19 +24,12 @@ _LOOK_S = 0.05
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
-Handler = Callable[[int, FrameType | None], None]
-
 
 def has_variable(pid: int, variable: str) -> bool:
     """Return whether this process exists and was started with `variable`, "NAME=VALUE", in its environment."""
     with contextlib.suppress(OSError):
         return os.fsencode(variable) in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
-
-
-def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
-    """Let SIGTERM and SIGHUP end this command as Ctrl-C does inside the context, so that it cleans up."""
-    return signals_handled(dict.fromkeys(_ENDING, _leave))
 
 
 class GroupJob:
@@ -154,35 +148,3 @@ def _within(deadline: float, condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-@contextlib.contextmanager
-def signals_handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Handle signals by these functions within the block, except signals that are ignored (nohup)."""
-    heard = {number: one for number, one in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
-    before = {number: signal.signal(number, one) for number, one in heard.items()}
-    try:
-        yield
-    finally:
-        for number, one in before.items():
-            signal.signal(number, one)
-
-
-@contextlib.contextmanager
-def signals_put_off(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Deliver these signals after the block. Only the main thread may call this."""
-    came: list[int] = []
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-
-    try:
-        with signals_handled(dict.fromkeys(numbers, remember)):
-            yield
-    finally:
-        for number in came:
-            signal.raise_signal(number)

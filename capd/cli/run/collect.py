@@ -15,12 +15,12 @@ from capd.cli.jobs.emulation import choose
 from capd.cli.jobs.foreground import find_command
 from capd.cli.jobs.next_line import note_next
 from capd.cli.jobs.place import Place
-from capd.cli.jobs.process_group import leaving_on_signals
 from capd.cli.jobs.report import note_undrawn, reported
 from capd.cli.jobs.settings import ResolvedJob
 from capd.cli.options import flag, option
 from capd.cli.output import note, print_either
 from capd.cli.run.collection import Collection, TypeJob
+from capd.cli.signals import leaving_on_signals
 from capd.cli.table import TextTables
 from capd.collect.placeholders import fill, parse_variables, shared_places
 from capd.collect.report import FIELDS

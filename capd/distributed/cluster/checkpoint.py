@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from capd.errors import ConfigError, StoreBusy
+from capd.store.disk.files import sync_paths
 
 __all__ = ["Checkpoint"]
 
 LOG_NAME = "partials.log"
 _MAGIC = b"capd checkpoint 1\n"
-_PLAN_NBYTES = 32
 # The checksum of task, length and result; the task; the length.
 _FRAME = struct.Struct("<IIQ")
 
@@ -71,15 +71,21 @@ class Checkpoint:
         body = struct.pack("<IQ", task, len(result)) + result
         at = self._file.seek(0, os.SEEK_END)
         self._file.write(struct.pack("<I", zlib.crc32(body)) + body)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._sync()
         self._places[task] = _Place(at + _FRAME.size, len(result))
 
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def _read(self, plan: bytes) -> dict[int, _Place]:
-        head = self._file.read(len(_MAGIC) + _PLAN_NBYTES)
-        if not head:
-            self._file.write(_MAGIC + plan)
-            self._file.flush()
+        whole = _MAGIC + plan
+        head = self._file.read(len(whole))
+        if len(head) < len(whole) and whole.startswith(head):
+            # It is new, or a kill cut off its begin.
+            self._file.write(whole[len(head) :])
+            self._sync()
+            sync_paths([self._path.parent], self._path.parent)
             return {}
         if not head.startswith(_MAGIC):
             raise ConfigError(f"{self._path} is no checkpoint; name another directory with --checkpoint")

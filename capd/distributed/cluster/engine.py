@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+from capd._version import __version__
+from capd.distributed.cluster.workers import guarded
 from capd.errors import CapdError
 from capd.store.read.series import import_extra
 
@@ -52,7 +54,8 @@ class Engine:
     def submit(self, function: Callable[..., bytes], *arguments: Any) -> Future:
         """Begin a task. Arguments may be results of others, also in a list."""
         key = f"capd-{function.__name__}-{self._token}-{next(self._names)}"
-        return self.client.submit(function, *arguments, key=key, retries=self._retries, pure=False)
+        options = {"key": key, "retries": self._retries, "pure": False}
+        return self.client.submit(guarded, __version__, function, *arguments, **options)
 
     def unordered(
         self, take: Callable[[], Job | None]

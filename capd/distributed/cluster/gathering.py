@@ -43,7 +43,8 @@ def gather_on(
     yield from work.run()
     # Nothing else runs now, so that a worker that dies tells on the task that killed it.
     for task in work.lost:
-        work.put((0, task.task), partial_of_parts(task, run_parts(engine, task)))
+        # A checkpoint does not keep it: the next call may have workers with more memory.
+        work.put((0, task.task), partial_of_parts(task, run_parts(engine, task)), keep=False)
         yield task.bytes
     yield from work.run()
     if work.tree.root is not None:
@@ -74,7 +75,7 @@ class _Work:
     def done(self) -> Iterator[int]:
         """Take what the checkpoint has. Yield the bytes of each task."""
         if self._checkpoint is not None:
-            for number in sorted(self._checkpoint.tasks):
+            for number in sorted(self._checkpoint.tasks & set(range(len(self._plan.tasks)))):
                 self.put((0, number), self._checkpoint.result(number), keep=False)
                 yield self._plan.tasks[number].bytes
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from capd.distributed.cluster.settings import PROCESSES, ClusterSettings
+from capd.distributed.cluster.scratch import scratch_directory
+from capd.distributed.cluster.settings import ClusterSettings
 from capd.errors import CapdError
 from capd.store.read.series import import_extra
 from capd_client.process.memory import available_nbytes
@@ -42,12 +42,9 @@ def opened_engine(settings: ClusterSettings, places: Sequence[str]) -> Iterator[
     """
     import_extra("distributed", "distributed")
     with _quiet(), contextlib.ExitStack() as stack:
-        client = stack.enter_context(
-            _own(settings) if settings.scheduler == PROCESSES else _foreign(settings.scheduler)
-        )
-        is_own = settings.scheduler == PROCESSES
+        client = stack.enter_context(_own(settings) if settings.is_own else _foreign(settings.scheduler))
         _check_workers(client, places)
-        _set_up(client, is_own=is_own, settles=settings.settles_heap)
+        _set_up(client, is_own=settings.is_own, settles=settings.settles_heap)
         yield _engine(client, settings.retries, settings.memory_limit)
 
 
@@ -84,7 +81,7 @@ def _engine(client: _Client, retries: int, memory_limit: int | None) -> Engine:
 
 def memory_limit_of(settings: ClusterSettings) -> int | None:
     """Return the memory of each worker as far as it is known before there is a cluster."""
-    if settings.memory_limit is None and settings.scheduler == PROCESSES:
+    if settings.memory_limit is None and settings.is_own:
         available = available_nbytes()
         return None if available is None else available // settings.workers
     return settings.memory_limit
@@ -98,10 +95,9 @@ def _own(settings: ClusterSettings) -> Iterator[_Client]:
     deaths = max(_DEATHS, dask.config.get("distributed.scheduler.allowed-failures", 0))
     config = {**_CONFIG, "distributed.scheduler.allowed-failures": deaths}
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="capd-dask-", ignore_cleanup_errors=True)
-        )
-        stack.enter_context(dask.config.set(config))
+        place = stack.enter_context(scratch_directory())
+        # The scheduler has files, too.
+        stack.enter_context(dask.config.set({**config, "temporary-directory": place}))
         cluster = distributed.LocalCluster(
             n_workers=settings.workers,
             threads_per_worker=1,

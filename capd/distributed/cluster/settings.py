@@ -31,10 +31,15 @@ class ClusterSettings:
     retries: int = 2
     settles_heap: bool = True
 
+    @property
+    def is_own(self) -> bool:
+        """Whether capd starts the cluster, and closes it."""
+        return self.scheduler == PROCESSES
+
     def __post_init__(self) -> None:
         scheme, separator, _ = self.scheduler.partition("://")
         is_address = bool(separator) and scheme in _SCHEMES
-        if self.scheduler == PROCESSES or is_address:
+        if self.is_own or is_address:
             return
         if not self.scheduler.endswith(".json"):
             raise ConfigError(

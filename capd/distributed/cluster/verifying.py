@@ -10,6 +10,7 @@ from typing import Union
 from capd.distributed.cluster.engine import Engine, LostTask
 from capd.distributed.tasks.planning import place_text
 from capd.distributed.tasks.shards import check_task, reports_of, run_checks
+from capd.errors import CapdError
 from capd.store.verify.damage import Report
 from capd.store.verify.run import Check, CheckEach, Shard
 
@@ -35,8 +36,11 @@ def checks_on(engine: Engine, run: Path, task_nbytes: int) -> CheckEach:
             found = next(results)
             if isinstance(found, LostTask):
                 yield from _one_by_one(engine, plan, run, step)
-            else:
-                yield from reports_of(found, run)
+                continue
+            reports = reports_of(found, run)
+            if len(reports) != len(step):
+                raise CapdError(f"a worker checked {len(reports)} of {len(step)} shards")
+            yield from reports
 
     return check_each
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -18,7 +18,7 @@ from capd.errors import CapdError
 from capd.server.heap import settle_heap
 from capd.store.format.frames import FORMAT_VERSION
 
-__all__ = ["SettledWorker", "facts_here", "seen_here"]
+__all__ = ["SettledWorker", "TaskError", "facts_here", "guarded", "seen_here"]
 
 
 class SettledWorker(WorkerPlugin):
@@ -42,6 +42,37 @@ class SettledWorker(WorkerPlugin):
         importlib.import_module("torch").set_num_threads(1)
         if self._settles:
             settle_heap()
+
+
+class TaskError(CapdError):
+    """A task failed on a worker; says with which error. Dask can send it, whatever the error holds."""
+
+
+def guarded(version: str, function: Callable[..., bytes], *arguments: Any) -> bytes:
+    """Return what a function returns. It runs on a worker, which may have joined after the check of versions.
+
+    Dask cannot send an error with a deep traceback, and then never tells that the task has ended. Errors go without.
+
+    Raises:
+        CapdError: Raised by the function; or TaskError for any other error, or if the worker is not of this version.
+        MemoryError: Raised by the function.
+    """
+    if version != __version__:
+        raise TaskError(
+            f"a worker on {os.uname().nodename} has capd {__version__} (here {version}); install the same versions "
+            "everywhere"
+        )
+    failure: CapdError | MemoryError
+    try:
+        return function(*arguments)
+    except CapdError as error:
+        failure = error.with_traceback(None)
+        failure.__cause__ = failure.__context__ = None
+    except MemoryError:
+        failure = MemoryError()
+    except BaseException as error:
+        failure = TaskError(f"a task failed on a worker: {type(error).__name__}: {error}")
+    raise failure
 
 
 def facts_here() -> dict[str, str]:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from capd.analyze.distribution import Distribution
+from capd.analyze.exact import ShortSum
 from capd.errors import CapdError
 
 __all__ = ["Damaged", "pack", "unpack"]
@@ -27,6 +28,8 @@ _WHOLE = 1
 _LEAST, _MOST = -(2**63), 2**63 - 1
 # A sum of float64 in units (`capd.analyze.exact`) needs fewer bits.
 _MOST_SHIFT = 1 << 16
+# A `ShortSum` needs less.
+_MOST_EXPONENT = 1 << 12
 _SCALARS = (int, float, str, bool, bytes, type(None))
 T = TypeVar("T")
 
@@ -71,6 +74,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
         LookupError,
         ArithmeticError,
         RecursionError,
+        struct.error,
     ) as error:
         raise Damaged(f"a partial result is damaged: {error}") from error
 
@@ -134,6 +138,8 @@ def _form(kind: Any) -> _Form:
         return _Form(lambda value: value, _plain)
     if kind is Distribution:
         return _Form(_packed_distribution, _distribution)
+    if kind is ShortSum:
+        return _short_sum(_record(kind))
     return _record(kind)
 
 
@@ -239,6 +245,16 @@ def _record(kind: Any) -> _Form:
 
     form = _together(forms, made)
     return form._replace(pack=lambda value: form.pack([getattr(value, name) for name in names]))
+
+
+def _short_sum(form: _Form) -> _Form:
+    def unpacked(found: Any) -> Any:
+        one: ShortSum = form.unpack(found)
+        if abs(one.exponent) > _MOST_EXPONENT:
+            raise Damaged(f"a partial result has a sum in units of 2**{one.exponent}")
+        return one
+
+    return form._replace(unpack=unpacked)
 
 
 def _packed_distribution(value: Distribution) -> list[Any]:

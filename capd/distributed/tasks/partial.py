@@ -50,7 +50,14 @@ class TaskSpan(NamedTuple):
 def pack_partial(place: TaskSpan, question: Question, found: GatheredRecords) -> bytes:
     """Return the partial result of some neighbouring tasks."""
     content = pack(found, GatheredRecords)
-    return msgspec.msgpack.encode(_Partial(FORMAT, *place, zlib.crc32(content), question, content))
+    one = _Partial(FORMAT, *place, 0, question, content)
+    one.checksum = _checksum(one)
+    return msgspec.msgpack.encode(one)
+
+
+def _checksum(one: _Partial) -> int:
+    head = msgspec.msgpack.encode([one.plan, one.first, one.last, one.question])
+    return zlib.crc32(one.content, zlib.crc32(head))
 
 
 def question_of(partial: bytes) -> Question:
@@ -72,11 +79,11 @@ def found_in_partial(partial: bytes) -> GatheredRecords:
 def _opened(partial: bytes) -> _Partial:
     try:
         one = msgspec.msgpack.decode(partial, type=_Partial)
-    except (msgspec.DecodeError, TypeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise Damaged(f"this is no partial result: {error}") from error
     if one.format != FORMAT:
         raise Damaged(f"a partial result has format {one.format}, and this capd reads {FORMAT}")
-    if zlib.crc32(one.content) != one.checksum or not 0 <= one.first < one.last:
+    if _checksum(one) != one.checksum or not 0 <= one.first < one.last:
         raise Damaged("a partial result fails its checksum")
     return one
 

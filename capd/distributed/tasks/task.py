@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from capd._version import __version__
 from capd.distributed.tasks.question import Question
 from capd.errors import ConfigError
 
@@ -94,7 +95,8 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True):
         cls, question: Question, parts: Sequence[Sequence[TaskPart]], largest: tuple[int, str]
     ) -> TaskPlan:
         """Return the plan whose tasks have these parts."""
-        encoded = msgspec.json.encode([question, parts], order="deterministic")
+        # Results of different versions do not merge.
+        encoded = msgspec.json.encode([__version__, question, parts], order="deterministic")
         identity = hashlib.sha256(encoded).hexdigest()[:32]
         tasks = tuple(
             AnalysisTask(
