@@ -28,7 +28,9 @@ def compared(run: Path, directory: Path, fault: str, *options: str) -> Result:
     ("fault", "message"),
     [
         ("deep()", "a task failed on a worker: RecursionError: maximum recursion depth exceeded"),
-        pytest.param("raise SystemExit(3)", "a task failed on a worker: SystemExit: 3", marks=pytest.mark.slow),
+        pytest.param(
+            "raise SystemExit(3)", "a task failed on a worker: SystemExit: 3", marks=pytest.mark.slow
+        ),
         pytest.param("return b'\\x93noise'", "this is no partial result", marks=pytest.mark.slow),
         pytest.param("return None", "this is no partial result", marks=pytest.mark.slow),
     ],

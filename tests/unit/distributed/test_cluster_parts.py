@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import random
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from capd._version import __version__
 from capd.distributed.cluster.checkpoint import Checkpoint
 from capd.distributed.cluster.checks import check_memory
+from capd.distributed.cluster.scratch import scratch_directory
 from capd.distributed.cluster.settings import ClusterSettings
 from capd.distributed.cluster.tree import FAN_IN, MergeTree
-from capd.errors import ConfigError, StoreBusy
+from capd.distributed.cluster.verifying import checks_on
+from capd.distributed.cluster.workers import TaskError, guarded
+from capd.errors import CapdError, ConfigError, StoreBusy
+from capd.store.verify.run import verify_run
+from tests.kit.cluster.sources import varied_run
 
 PLAN = "0123456789abcdef" * 2
 
@@ -50,6 +61,60 @@ def test_a_checkpoint_has_all_that_was_added_and_nothing_that_was_cut_off(tmp_pa
             assert (log.result(5), log.result(3)) == (b"five", b"three" * 100)
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     assert stat.S_IMODE((place / "partials.log").stat().st_mode) == 0o600
+
+
+def test_a_checkpoint_whose_begin_was_cut_off_begins_again(tmp_path: Path) -> None:
+    path = tmp_path / "partials.log"
+    with Checkpoint(tmp_path, PLAN):
+        whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with Checkpoint(tmp_path, PLAN) as log:
+            log.add(1, b"one")
+        with Checkpoint(tmp_path, PLAN) as log:
+            assert (log.tasks, log.result(1)) == ({1}, b"one")
+
+
+def test_what_killed_commands_left_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_directory() as held:
+        left, young = (Path(tempfile.mkdtemp(prefix=f"{held}-")) for _ in range(2))
+        other = Path(tempfile.mkdtemp(prefix="capd-dask-elsewhere-"))
+        link = Path(f"{held}-link")
+        link.symlink_to(other)
+        (left / "file").touch()
+        for path in (Path(held), left, other):
+            os.utime(path, (0, 0))
+        with scratch_directory() as own:
+            assert set(tmp_path.iterdir()) == {Path(held), young, other, link, Path(own)}
+    assert set(tmp_path.iterdir()) == {young, other, link}
+
+
+def deep() -> bytes:
+    return deep()
+
+
+def test_errors_of_tasks_can_be_sent() -> None:
+    assert guarded(__version__, bytes, b"found") == b"found"
+    with pytest.raises(TaskError, match="RecursionError") as failed:
+        guarded(__version__, deep)
+    assert len(failed.traceback) < 5
+    assert failed.value.__context__ is None
+    with pytest.raises(TaskError, match="install the same versions everywhere"):
+        guarded("0.0.1", bytes, b"found")
+
+
+def test_a_worker_that_checks_too_few_shards_is_found(tmp_path: Path) -> None:
+    class Fewer:
+        def ordered(self, function: Any, tasks: Iterator[bytes]) -> Iterator[bytes]:
+            for _ in tasks:
+                yield msgspec.msgpack.encode([])
+
+    run = varied_run(tmp_path, long=2)
+    with pytest.raises(CapdError, match=r"a worker checked 0 of \d+ shards"):
+        verify_run(run, check_each=checks_on(Fewer(), run, 1 << 30))  # type: ignore[arg-type]
 
 
 def test_a_changed_byte_ends_what_a_checkpoint_has(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from capd.analyze.exact import ShortSum
 from capd.analyze.format_choice import choices
 from capd.distributed.tasks.codec import Damaged, pack, unpack
 from capd.distributed.tasks.partial import finished, found_in_partial, head_of
@@ -156,3 +157,26 @@ def test_whole_numbers_of_any_length_are_kept(value: int) -> None:
 def test_bytes_of_another_type_are_refused(data: bytes, kind: Any) -> None:
     with pytest.raises(Damaged):
         unpack(data, kind)
+
+
+def test_every_changed_byte_of_the_head_is_refused(runs: list[Path]) -> None:
+    partial = run_task(plan_of(one_run(runs, 1.0), 60_000).tasks[1])
+    assert head_of(partial)[1:] == (1, 2)
+    for at in range(300):
+        for bit in range(8):
+            changed = bytearray(partial)
+            changed[at] ^= 1 << bit
+            with pytest.raises(Damaged):
+                head_of(bytes(changed))
+
+
+@pytest.mark.parametrize("exponent", [1 << 40, -(1 << 40)])
+def test_a_sum_that_would_fill_the_memory_is_refused(exponent: int) -> None:
+    with pytest.raises(Damaged, match="a sum in units of"):
+        unpack(pack(ShortSum(1, exponent), ShortSum), ShortSum)
+    assert unpack(pack(ShortSum(3, -1074), ShortSum), ShortSum) == ShortSum(3, -1074)
+
+
+def test_a_number_that_is_cut_off_is_refused() -> None:
+    with pytest.raises(Damaged):
+        unpack(msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"ab")), int)
