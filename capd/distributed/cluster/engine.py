@@ -127,7 +127,10 @@ class Engine:
             raise
         except Exception as error:
             if future.status != "error":
-                raise CapdError(f"the cluster is gone: {error or type(error).__name__}") from error
+                raise CapdError(
+                    f"the cluster is gone: {error or type(error).__name__}; start it and run the command again, "
+                    "which goes on where it was with --checkpoint"
+                ) from error
             raise CapdError(f"a task failed on a worker: {type(error).__name__}: {error}") from error
 
     @property
