@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.fault
+# Each starts Dask several times.
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "cluster"
 TIMEOUT_S = 300

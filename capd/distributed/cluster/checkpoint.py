@@ -44,7 +44,9 @@ class Checkpoint:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise StoreBusy(f"another analysis writes the checkpoint {directory}; wait for it, or name another") from None
+                raise StoreBusy(
+                    f"another analysis writes the checkpoint {directory}; wait for it, or name another"
+                ) from None
             self._places = self._read(plan.encode())
         except BaseException:
             self._file.close()
