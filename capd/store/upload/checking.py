@@ -11,8 +11,12 @@ from capd.store.format.sharding_index import index_nbytes
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.series_table import ShardObject
 from capd.store.upload.local_files import FileVersion, OpenShard, extended_crc32c
+from capd.store.upload.plan import PlannedShard
+from capd.store.verify.file import check_file
+from capd.store.verify.run import all_ids
+from capd.store.verify.series import SeriesPromise
 
-__all__ = ["problem_of"]
+__all__ = ["damage_in", "problem_of"]
 
 _PIECE_NBYTES = 8 << 20
 
@@ -63,6 +67,26 @@ def problem_of(
     if bucket.get_range(key, known.nbytes - nbytes, known.nbytes) != tail:
         return f"the index of {bucket.address / key} is not that of the file"
     return ""
+
+
+def damage_in(run: Path, node: str, shard: PlannedShard) -> str:
+    """Return what `capd verify` finds in the file of a shard; "" if nothing is wrong. Raises OSError."""
+    found: list[str] = []
+    promise = SeriesPromise(
+        run,
+        all_ids(run, run.stem),
+        node,
+        shard.header,
+        None,
+        0,
+        0,
+        None,
+        (0,),
+        {},
+        {shard.number: shard.path},
+    )
+    check_file(shard.path, promise, shard.number, 0, lambda *one: found.append(one[2]), sealed=True)
+    return found[0] if found else ""
 
 
 def _object_crc32c(bucket: Bucket, key: str, nbytes: int) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import google_crc32c
 import msgspec
 
-from capd.store.disk.files import make_directory, rename, write_file
+from capd.store.disk.files import rename, write_file
 from capd.store.scan.moved_shard import MAX_STUB_NBYTES, begins_as_stub
 
 __all__ = ["FileVersion", "KnownFiles", "OpenShard", "extended_crc32c"]
@@ -113,8 +113,7 @@ class KnownFiles:
         self._known = {key: found for key, found in self._known.items() if key in keys}
 
     def save(self) -> None:
-        """Write the cache. Raises OSError."""
-        make_directory(self._place.parent)
+        """Write the cache. Raises OSError, also if the run has been removed."""
         temporary = self._place.with_name("files.tmp")
         write_file(temporary, msgspec.msgpack.encode(self._known))
         rename(temporary, self._place)

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from capd.errors import CapdError, ObjectStoreError, StoreError
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
+from capd.store.disk.files import unlink
 from capd.store.disk.layout import node_directory
 from capd.store.documents.remote_state import RemoteState, read_remote_state
 from capd.store.documents.zarr_json import run_attributes
@@ -28,13 +29,14 @@ from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.manifest import node_prefix
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
+from capd.store.upload.checking import damage_in
 from capd.store.upload.claim import UploadClaim
 from capd.store.upload.local_files import KnownFiles
 from capd.store.upload.moving import UploadedPart
 from capd.store.upload.plan import PlannedDocument, PlannedSeries, group_documents_of, shard_key
 from capd.store.upload.publish import Publication, publish
-from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote
-from capd.store.upload.record_segments import WrittenRecords, plan_segments, write_records
+from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote, take_place
+from capd.store.upload.record_segments import WrittenRecords, plan_segments, scratch_file, write_records
 from capd.store.upload.round_plan import RoundPlan, plan_round, waiting_in
 from capd.store.upload.sending.conditions import Conditions, probe
 from capd.store.upload.sending.transfer import Transfer, UploadTools
@@ -151,6 +153,8 @@ class NodeUpload:
             # Nobody knows what was written before the failure.
             self._remote = None
             raise
+        finally:
+            unlink(scratch_file(self._directory), missing_ok=True)
         self._seen = None if result.more or is_late else seen
         self._is_complete = result.is_complete
         return result
@@ -168,7 +172,14 @@ class NodeUpload:
                 return RoundResult(is_complete=plan.is_complete), plan.is_late(remote)
             self.tools.figures.waits(self._name, plan.nbytes, plan.oldest_s)
             records = self._write_records(plan, snapshot, remote)
-        transfer = Transfer(self._bucket, self._name, self.tools, self._known, self._doubtful)
+        transfer = Transfer(
+            self._bucket,
+            self._name,
+            self.tools,
+            self._known,
+            self._doubtful,
+            partial(damage_in, self.run, self.node),
+        )
         published = self._publish(plan, records, remote, attributes, transfer)
         self._settle(published, remote)
         if not plan.more:
@@ -226,6 +237,8 @@ class NodeUpload:
             self.run, self._bucket, self.node, self._state, snapshot.sessions, snapshot.series
         )
         self._doubtful = {head.key for head in self._bucket.listing()}
+        # Somebody may have removed the run there.
+        self._groups = {key: crc32c for key, crc32c in self._groups.items() if key in self._doubtful}
         self._abort_unfinished(snapshot)
         written_s = 0.0 if remote.manifest is None else remote.manifest.written_ns / 1e9
         self._superseded = {name: self._superseded.get(name, written_s) for name in remote.leftovers}
@@ -276,6 +289,8 @@ class NodeUpload:
     ) -> PublishedNode:
         assert self._state is not None  # noqa: S101 - read before
         assert self.conditions is not None  # noqa: S101 - probed before
+        if remote.manifest is None and self.conditions.creates:
+            take_place(self._bucket, self.node, self._state)
         failpoint("upload.before_shards")
         shards = _upload_shards(transfer, plan.series)
         failpoint("upload.after_shards")

@@ -15,6 +15,7 @@ from capd.store.documents.json_document import is_length
 from capd.store.documents.remote_state import RemoteState
 from capd.store.format.codecs import crc32c
 from capd.store.format.columns import TABLE_ROWS
+from capd.store.format.frames import SeriesHeader
 from capd.store.scan.moved_shard import moved_shard
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.local_files import FileVersion, KnownFiles
@@ -40,6 +41,7 @@ class PlannedShard(NamedTuple):
     key: str
     version: FileVersion
     before: ShardObject | None
+    header: SeriesHeader
 
 
 class PlannedDocument(NamedTuple):
@@ -118,16 +120,18 @@ def plan_series(
         try:
             version = FileVersion.of(file.stat())
         except FileNotFoundError:
-            # All its records were lost.
+            # It was lost here, and what was uploaded is the last copy.
+            found.kept += [] if held is None else [held]
             continue
         crc = known.crc32c(key, version)
-        if held is not None and crc is not None and (held.nbytes, held.crc32c) == (version.nbytes, crc):
+        # A file with fewer bytes is a damaged one that was refused.
+        if held is not None and held.crc32c == crc and version.nbytes <= held.nbytes:
             found.kept.append(held)
         elif (moved := moved_shard(run, file)) is not None:
             check_moved_to(run, moved, state.to)
             found.kept.append(ShardObject(number, moved.nbytes, moved.crc32c))
         else:
-            found.shards.append(PlannedShard(number, file, key, version, held))
+            found.shards.append(PlannedShard(number, file, key, version, held, row.header))
     return found
 
 

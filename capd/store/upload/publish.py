@@ -12,7 +12,6 @@ from capd._version import __version__
 from capd.errors import ObjectStoreError
 from capd.store.catalog.rows import SessionRow
 from capd.store.disk.failpoints import failpoint
-from capd.store.disk.files import unlink
 from capd.store.documents.remote_state import RemoteState
 from capd.store.format.codecs import crc32c
 from capd.store.objects.bucket import Bucket
@@ -74,7 +73,6 @@ def publish(
         name = f"{prefix}/{what.records.segments[-1].name}"
         with OpenShard(what.records.file) as file:
             transfer.put_file(name, file, what.records.segments[-1].crc32c)
-        unlink(what.records.file, missing_ok=True)
         failpoint("upload.after_records")
     entries = {entry.row.header.path: entry for entry in what.entries}
     if before.manifest is not None and entries == before.entries:

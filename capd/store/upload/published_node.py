@@ -43,10 +43,12 @@ __all__ = [
     "load_state",
     "read_remote",
     "save_state",
+    "take_place",
 ]
 
 # A bucket may be anybody's. A million series take a tenth of it.
 _MAX_TABLE_NBYTES = 1 << 30
+_MAX_ORIGIN_NBYTES = 1 << 10
 
 
 class AnotherWriter(ObjectStoreError):
@@ -194,6 +196,23 @@ def read_remote(
     found.leftovers = sorted(segments - found.segments)
     found.generation = max([found.generation, *map(generation_of, segments)])
     return found
+
+
+def take_place(bucket: Bucket, node: str, state: RemoteState) -> None:
+    """Take the place of a node before its first object, so that of two stores that begin at once only one goes on.
+
+    Raises:
+        AnotherWriter: Another store took it first.
+        ObjectStoreError: The object store does not answer or refuses.
+    """
+    key, origin = f".capd/origin-{node}", state.origin.encode()
+    try:
+        bucket.put(key, origin, condition="create")
+    except ObjectStoreError as error:
+        if error.reason != "conflict":
+            raise
+        if bucket.get(key, at_most=_MAX_ORIGIN_NBYTES) != origin:
+            raise AnotherWriter(bucket, node, f"another store began first, as {key} says") from error
 
 
 def generation_of(name: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from capd.store.catalog.rows import SeriesRow, head_of
-from capd.store.disk.files import make_directory, new_file, unlink
+from capd.store.disk.files import new_file, unlink
 from capd.store.segments.manifest import Segment, segment_name
 from capd.store.segments.record_table import SegmentWriter
 from capd.store.segments.series_table import Part, SeriesEntry
@@ -22,7 +22,7 @@ from capd.store.upload.sending.halt import Halt
 from capd.store.upload.snapshot import CatalogSnapshot
 from capd.store.upload.uploaded_rows import UploadedRows
 
-__all__ = ["MAX_SEGMENTS", "SegmentPlan", "WrittenRecords", "plan_segments", "write_records"]
+__all__ = ["MAX_SEGMENTS", "SegmentPlan", "WrittenRecords", "plan_segments", "scratch_file", "write_records"]
 
 MAX_SEGMENTS = 8
 # A segment is merged into a new one that has at least this share of its rows.
@@ -90,6 +90,11 @@ def plan_segments(
     return SegmentPlan(kept, firsts)
 
 
+def scratch_file(directory: Path) -> Path:
+    """Return the place of a segment that is being written, in the directory of a node that is claimed."""
+    return directory / "upload" / "records.tmp"
+
+
 def write_records(
     plan: SegmentPlan,
     snapshot: CatalogSnapshot,
@@ -127,8 +132,7 @@ def write_records(
         found.rows[row.header.path] = _Sums(row, entry).row()
     if all(plan.firsts[row.header.path] == row.sealed for row in rows):
         return found
-    file = directory / "upload" / "records.tmp"
-    make_directory(file.parent)
+    file = scratch_file(directory)
     unlink(file, missing_ok=True)
     # Parquet's writer would create it with the mode of the umask.
     new_file(file, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from capd.store.upload.sending.halt import Halt
 from capd.store.upload.sending.pace import Bandwidth, TransferMemory
 
 __all__ = ["MEMORY_NBYTES", "Transfer", "UploadTools"]
+
+logger = logging.getLogger(__name__)
 
 # With what Python and the client hold besides, a daemon grows by about 128 MiB.
 MEMORY_NBYTES = 96 << 20
@@ -54,7 +57,13 @@ class Transfer:
     """The transfers of one round of one node's part of a run."""
 
     def __init__(
-        self, bucket: Bucket, run: str, tools: UploadTools, known: KnownFiles, doubtful: set[str]
+        self,
+        bucket: Bucket,
+        run: str,
+        tools: UploadTools,
+        known: KnownFiles,
+        doubtful: set[str],
+        damage_in: Callable[[PlannedShard], str] = lambda _: "",
     ) -> None:
         """Prepare.
 
@@ -64,9 +73,10 @@ class Transfer:
             tools: What uploads share.
             known: The checksums of local files.
             doubtful: The keys that may be there already, from an upload that ended in its middle.
+            damage_in: Returns what is wrong with the file of a shard; "" if nothing is.
         """
         self._bucket, self._run, self._tools, self._known = bucket, run, tools, known
-        self._doubtful = doubtful
+        self._doubtful, self._damage_in = doubtful, damage_in
         self._lock = threading.Lock()
         self.objects = 0
         self.nbytes = 0
@@ -123,7 +133,10 @@ class Transfer:
                 crc = self._known.crc32c(planned.key, file.version)
                 crc = file.crc32c() if crc is None else crc
                 found = ShardObject(planned.number, file.version.nbytes, crc)
-                if planned.before != found and not self._is_there(planned.key, found):
+                if (before := planned.before) is not None and self._is_worse(planned, found):
+                    # The version of this file is known to have no better bytes than the object.
+                    found, crc = before, before.crc32c
+                if before != found and not self._is_there(planned.key, found):
                     self._put_file(planned.key, file, crc)
                 else:
                     self._tools.figures.skipped(self._run, found.nbytes)
@@ -172,6 +185,19 @@ class Transfer:
             return False
         head = self._bucket.head(key)
         return head is not None and (head.nbytes, head.crc32c) == (found.nbytes, found.crc32c)
+
+    def _is_worse(self, planned: PlannedShard, found: ShardObject) -> bool:
+        """Return whether a file is damaged that must not take the place of its object. A continued one is longer."""
+        before = planned.before
+        if before is None or found == before or found.nbytes > before.nbytes:
+            return False
+        damage = self._damage_in(planned)
+        if damage:
+            logger.warning(
+                "[upload] %s is damaged (%s); the object store keeps what was uploaded, and `capd verify` tells more",
+                planned.path, damage,
+            )  # fmt: skip
+        return bool(damage)
 
     def _wrote(self, nbytes: int, *, is_shard: bool) -> None:
         with self._lock:
