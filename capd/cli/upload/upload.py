@@ -14,7 +14,7 @@ from capd.cli.completion import store_paths
 from capd.cli.options import Json, flag
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.stores import is_run
-from capd.errors import CapdError, ConfigError, EndpointError, NotAStore, StoreBusy, StoreError
+from capd.errors import CapdError, ConfigError, EndpointError, RemovedRun, StoreBusy, StoreError
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
@@ -158,7 +158,7 @@ def _once(
                         raise
                     time.sleep(2.0**tries)
                     continue
-                objects, nbytes = objects + result.objects, nbytes + result.nbytes
+                tries, objects, nbytes = 0, objects + result.objects, nbytes + result.nbytes
                 if not result.more:
                     return {**found, "objects": objects, "bytes": nbytes, "complete": result.is_complete}
 
@@ -192,7 +192,7 @@ def _watch(store: Path, settings: DaemonSettings, tools: UploadTools) -> None:
                     continue
                 try:
                     result = one.round()
-                except NotAStore:
+                except RemovedRun:
                     one.close()
                 except (CapdError, OSError) as error:
                     one.backoff.failed()

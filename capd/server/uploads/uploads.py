@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from capd.config import DaemonSettings
-from capd.errors import CapdError, NotAStore, ObjectStoreError, StoreBusy
+from capd.errors import CapdError, NotAStore, ObjectStoreError, RemovedRun, StoreBusy
 from capd.metrics import UploadStats
 from capd.server.uploads.backoff import Backoff
 from capd.server.uploads.followed_run import FollowedRun
@@ -178,12 +178,15 @@ class Uploads(threading.Thread):
             if not followed.backoff.is_due and not self._is_draining:
                 continue
             try:
-                more |= followed.round().more
+                result = followed.round()
                 if moves:
                     followed.move(self.mover)
             except UploadStopped:
                 raise
-            except NotAStore:
+            except NotAStore as error:
+                if not isinstance(error, RemovedRun) and (followed.run / "zarr.json").exists():
+                    self._failed(followed, "other", error)
+                    continue
                 # The run is being removed, or is gone.
                 followed.close()
                 self._problems.pop(followed.run.name, None)
@@ -201,7 +204,10 @@ class Uploads(threading.Thread):
                 followed.said = "bug"
                 self._failed(followed, "other", error, is_said=True)
             else:
-                self._succeeded(followed)
+                more |= result.more
+                self._succeeded(followed, is_answered=result.published)
+        # A run without changes asks the store nothing, so only a look without any failure says that it answers.
+        self._answered()
         return more
 
     def _matching(self) -> list[FollowedRun]:
@@ -262,14 +268,21 @@ class Uploads(threading.Thread):
             followed.said = what
             logger.warning("[upload] %s is not uploaded now: %s; capture goes on", followed.run, error)
 
-    def _succeeded(self, followed: FollowedRun) -> None:
-        if self._said or followed.said:
-            logger.info("[upload] uploads to %s go on", self._to)
-        self._said = followed.said = ""
-        self._backoff.succeeded()
+    def _succeeded(self, followed: FollowedRun, *, is_answered: bool) -> None:
+        if followed.said:
+            logger.info("[upload] %s is uploaded again", followed.run)
+        followed.said = ""
         followed.backoff.succeeded()
-        self._problems.pop("", None)
         self._problems.pop(followed.run.name, None)
+        if is_answered:
+            self._answered()
+
+    def _answered(self) -> None:
+        if self._said:
+            logger.info("[upload] uploads to %s go on", self._to)
+        self._said = ""
+        self._backoff.succeeded()
+        self._problems.pop("", None)
 
     @property
     def _is_hopeless(self) -> bool:

@@ -18,6 +18,7 @@ __all__ = ["REMOTE_STATE_NAME", "RemoteState", "encode_remote_state", "new_origi
 
 REMOTE_STATE_NAME = "remote.json"
 _FORMAT = 1
+_REMEDY = "delete the file, and the upload goes on with what the object store has"
 _ORIGIN_NBYTES = 16
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 
@@ -58,7 +59,10 @@ def read_remote_state(directory: Path) -> RemoteState | None:
         OSError: The file cannot be read.
     """
     path = directory / REMOTE_STATE_NAME
-    document = read_document(path)
+    try:
+        document = read_document(path)
+    except NotAStore as error:
+        raise NotAStore(f"{error}; {_REMEDY}") from error
     if document is None:
         return None
     version = document.get("format")
@@ -67,4 +71,4 @@ def read_remote_state(directory: Path) -> RemoteState | None:
     try:
         return msgspec.convert(document, RemoteState)
     except msgspec.ValidationError as error:
-        raise NotAStore(f"{path} is no state of an upload: {error}") from error
+        raise NotAStore(f"{path} is no state of an upload: {error}; {_REMEDY}") from error

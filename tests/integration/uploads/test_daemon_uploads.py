@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.daemon import DaemonProcess, Rank, wait_for
-from tests.kit.objects.faults import CLOCK_SKEW, INVALID_KEY, STORAGE_FULL, Faults
+from tests.kit.objects.faults import CLOCK_SKEW, INTERNAL_ERROR, INVALID_KEY, STORAGE_FULL, Faults
 from tests.kit.objects.proxy import FaultProxy
 from tests.kit.objects.published import assert_published, assert_same_files, assert_zarr_reads_it, manifest_of
 from tests.kit.objects.server import S3Server
@@ -230,3 +230,39 @@ def test_without_the_extra_the_start_is_refused_in_one_line(tmp_path: Path) -> N
     assert 'pip install "capd[store]"' in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_a_failure_is_one_line_beside_a_run_with_nothing_to_upload(
+    tmp_path: Path, made: list[DaemonProcess], bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    filled_run(tmp_path / "s", run_id="done", records=1)
+    daemon = serve(tmp_path / "s", tmp_path / "c.sock", bucket.through(fault_proxy))
+    made.append(daemon)
+    uploaded_all(bucket, "done")
+    fault_proxy.faults = Faults(every=1, answer=INTERNAL_ERROR)
+    filled_run(tmp_path / "s", run_id="new", records=1)
+    wait_for(lambda: upload_of(daemon)["failures"]["unreachable"] > 2, "the store fails three times")
+    assert upload_of(daemon)["state"] == "retrying"
+    fault_proxy.faults = Faults()
+    uploaded_all(bucket, "new")
+    assert daemon.stop() == 0
+
+    assert daemon.text().count("uploads are tried again") == 1
+    assert daemon.text().count("go on") == 1
+
+
+def test_a_state_that_cannot_be_read_is_said_with_the_remedy(
+    tmp_path: Path, made: list[DaemonProcess], bucket: Bucket
+) -> None:
+    state = filled_run(tmp_path / "s", records=1).run / ".capd" / "node=n" / "remote.json"
+    state.write_text("{")
+    daemon = serve(tmp_path / "s", tmp_path / "c.sock", bucket)
+    made.append(daemon)
+    wait_for(lambda: upload_of(daemon)["failures"]["other"], "the failure is counted")
+    problem = upload_of(daemon)["problem"]
+    assert (str(state) in problem, "delete the file" in problem) == (True, True)
+    state.unlink()
+    uploaded_all(bucket)
+    assert daemon.stop() == 0
+
+    assert daemon.text().count("delete the file") == 1
