@@ -1,4 +1,4 @@
-"""The thread that uploads the runs of a store root. It has the lowest priority and takes no lock of the pipeline.
+"""The thread that uploads the runs of a store root. It takes little of a core and no lock of the pipeline.
 
 Every few seconds it looks at each run that matches: those that ranks write now, and those of earlier daemons. A failure
 is one line of the log, and is tried again for ever, at most five minutes later. Captures never wait for it. What is not
@@ -7,10 +7,8 @@ uploaded stays on the disk, so `max_disk` bounds it. What is uploaded leaves it 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from fnmatch import fnmatchcase
@@ -34,12 +32,14 @@ from capd.store.upload.sending.conditions import Conditions, probe
 from capd.store.upload.sending.halt import UploadStopped
 from capd.store.upload.sending.transfer import UploadTools
 
-__all__ = ["Uploads"]
+__all__ = ["Uploads", "pause_after"]
 
 logger = logging.getLogger(__name__)
 
-_NICE = 19
 INTERVAL_S = 3.0
+# A look at thousands of series takes a second of the interpreter. It then pauses for so many times as long.
+_PAUSE_FACTOR = 20
+_MOST_PAUSE_S = 60.0
 _LOOK_S = 0.5
 _DRAIN_LOOK_S = 0.5
 # The object in hand may end within this time.
@@ -122,31 +122,30 @@ class Uploads(threading.Thread):
 
     def run(self) -> None:
         """Upload until the daemon stops."""
-        with contextlib.suppress(OSError):
-            # On Linux this affects the calling thread and those that it starts.
-            os.nice(max(0, _NICE - os.nice(0)))
+        # It keeps the priority of the daemon. On a busy node a thread of a lower one gets no turn while it holds the
+        # interpreter's lock, and the pipeline waits for it.
         while self._recovery is not None and self._recovery.is_alive():
             if self.tools.halt.wait(_LOOK_S):
                 return
         logger.info("[upload] runs of this node that match %r go to %s", self._glob, self._to)
         try:
             while not self.tools.halt.is_asked:
-                began = time.monotonic()
+                began, began_cpu = time.monotonic(), time.thread_time()
                 was_draining = self._is_draining
                 more = self._look_once()
                 if was_draining and not more and not self._problems:
                     return
-                self._pause(began, more=more)
+                self._pause(began, 0.0 if more else pause_after(time.thread_time() - began_cpu))
         except UploadStopped:
             pass
         finally:
             for one in self._followed.values():
                 one.close()
 
-    def _pause(self, began: float, *, more: bool) -> None:
+    def _pause(self, began: float, least_s: float) -> None:
         while not self.tools.halt.is_asked:
             passed = time.monotonic() - began
-            if more or passed >= (_DRAIN_LOOK_S if self._is_draining else INTERVAL_S):
+            if passed >= (min(least_s, _DRAIN_LOOK_S) if self._is_draining else least_s):
                 return
             self.tools.halt.wait(_DRAIN_LOOK_S)
 
@@ -290,3 +289,8 @@ class Uploads(threading.Thread):
         return self._said in ("refused", "missing") or any(
             one.said.endswith(AnotherWriter.__name__) for one in list(self._followed.values())
         )
+
+
+def pause_after(cpu_s: float) -> float:
+    """Return the seconds from the begin of a look to the next one. cpu_s: what it took of a processor."""
+    return max(INTERVAL_S, min(_MOST_PAUSE_S, _PAUSE_FACTOR * cpu_s))

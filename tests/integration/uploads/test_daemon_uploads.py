@@ -266,3 +266,18 @@ def test_a_state_that_cannot_be_read_is_said_with_the_remedy(
     assert daemon.stop() == 0
 
     assert daemon.text().count("delete the file") == 1
+
+
+def test_no_thread_of_an_upload_has_a_lower_priority_than_the_pipeline(
+    tmp_path: Path, made: list[DaemonProcess], bucket: Bucket
+) -> None:
+    filled_run(tmp_path / "s", records=1)
+    daemon = serve(tmp_path / "s", tmp_path / "c.sock", bucket)
+    made.append(daemon)
+    uploaded_all(bucket)
+
+    # A thread that holds the interpreter's lock and gets no turn would hold up the captures.
+    threads = Path(f"/proc/{daemon.process.pid}/task").glob("*/stat")
+    priorities = [int(one.read_text().rpartition(")")[2].split()[16]) for one in threads]
+    assert len(priorities) > 2
+    assert max(priorities) == 10
