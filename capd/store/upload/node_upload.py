@@ -236,6 +236,8 @@ class NodeUpload:
         remote = read_remote(
             self.run, self._bucket, self.node, self._state, snapshot.sessions, snapshot.series
         )
+        if remote.manifest is None and self.conditions.creates:
+            take_place(self._bucket, self.node, self._state)
         self._doubtful = {head.key for head in self._bucket.listing()}
         # Somebody may have removed the run there.
         self._groups = {key: crc32c for key, crc32c in self._groups.items() if key in self._doubtful}
@@ -289,8 +291,6 @@ class NodeUpload:
     ) -> PublishedNode:
         assert self._state is not None  # noqa: S101 - read before
         assert self.conditions is not None  # noqa: S101 - probed before
-        if remote.manifest is None and self.conditions.creates:
-            take_place(self._bucket, self.node, self._state)
         failpoint("upload.before_shards")
         shards = _upload_shards(transfer, plan.series)
         failpoint("upload.after_shards")
