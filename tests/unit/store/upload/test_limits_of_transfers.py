@@ -94,6 +94,7 @@ def test_figures_count_what_waits_and_since_when() -> None:
 
 
 def test_checksums_are_known_for_one_version_of_a_file_and_a_damaged_cache_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "upload").mkdir()
     known = KnownFiles(tmp_path)
     version = FileVersion(10, 20, 30)
     known.note("a/data", version, 7)

@@ -224,7 +224,7 @@ def test_superseded_segments_stay_for_ten_minutes(
 
     manifest = manifest_of(place, "captures/run.zarr", "node0")
     assert manifest is not None
-    named = {"manifest.json", manifest.series.name, *(one.name for one in manifest.records)}
+    named = {"manifest.json", manifest.series.name, *(one.name for one in manifest.records), "origin-node0"}
     assert {name.rpartition("/")[2] for name in place.keys("captures/run.zarr/.capd")} == named
 
 
