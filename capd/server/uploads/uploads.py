@@ -72,6 +72,7 @@ class Uploads(threading.Thread):
         self._followed: dict[Path, FollowedRun] = {}
         self._backoff = Backoff()
         self._said = ""
+        self._blocked: Path | None = None
         # The failure that lasts, and of which run it is; "" of all.
         self._problems: dict[str, str] = {}
         self._is_draining = self._has_failed = False
@@ -172,7 +173,7 @@ class Uploads(threading.Thread):
         moves = time.monotonic() - self._moved_at >= self.mover.policy.look_s and not self._is_draining
         if moves:
             self._moved_at = time.monotonic()
-        for followed in self._matching():
+        for followed in self._in_turn(self._matching()):
             self.tools.halt.check()
             if not followed.backoff.is_due and not self._is_draining:
                 continue
@@ -194,6 +195,7 @@ class Uploads(threading.Thread):
                 self._say(followed, "busy", error)
             except ObjectStoreError as error:
                 if not self._goes_on(followed, error):
+                    self._blocked = followed.run
                     return False
             except (CapdError, OSError) as error:
                 self._failed(followed, "other", error)
@@ -208,6 +210,11 @@ class Uploads(threading.Thread):
         # A run without changes asks the store nothing, so only a look without any failure says that it answers.
         self._answered()
         return more
+
+    def _in_turn(self, found: list[FollowedRun]) -> list[FollowedRun]:
+        """Return the runs, first those after the one at which the store failed last: it may fail for that one alone."""
+        at = next((at for at, one in enumerate(found, 1) if one.run == self._blocked), 0)
+        return found[at:] + found[:at]
 
     def _matching(self) -> list[FollowedRun]:
         found = []
@@ -241,8 +248,8 @@ class Uploads(threading.Thread):
         self.tools.figures.failed(error.reason)
         self._backoff.failed(slowly=error.reason in ("refused", "missing"))
         self._problems[""] = str(error)
-        if self._said != error.reason:
-            self._said = error.reason
+        if error.reason not in (self._said, followed.said):
+            self._said = followed.said = error.reason
             logger.warning("[upload] %s; capture goes on, and uploads are tried again", error)
         return False
 
@@ -268,7 +275,7 @@ class Uploads(threading.Thread):
             logger.warning("[upload] %s is not uploaded now: %s; capture goes on", followed.run, error)
 
     def _succeeded(self, followed: FollowedRun, *, is_answered: bool) -> None:
-        if followed.said:
+        if followed.said and not self._said:
             logger.info("[upload] %s is uploaded again", followed.run)
         followed.said = ""
         followed.backoff.succeeded()

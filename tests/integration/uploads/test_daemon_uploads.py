@@ -281,3 +281,23 @@ def test_no_thread_of_an_upload_has_a_lower_priority_than_the_pipeline(
     priorities = [int(one.read_text().rpartition(")")[2].split()[16]) for one in threads]
     assert len(priorities) > 2
     assert max(priorities) == 10
+
+
+def test_a_run_that_the_store_fails_does_not_hold_up_the_others(
+    tmp_path: Path, made: list[DaemonProcess], bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    for name in ("a", "b", "c"):
+        filled_run(tmp_path / "s", run_id=name, records=1)
+    fault_proxy.faults = Faults(
+        concerns=lambda request: "/a.zarr/" in request.path, every=1, answer=INTERNAL_ERROR
+    )
+    daemon = serve(tmp_path / "s", tmp_path / "c.sock", bucket.through(fault_proxy))
+    made.append(daemon)
+    uploaded_all(bucket, "b")
+    uploaded_all(bucket, "c")
+    failures = upload_of(daemon)["failures"]["unreachable"]
+    wait_for(lambda: upload_of(daemon)["failures"]["unreachable"] > failures + 1, "it is tried again")
+    assert daemon.text().count("uploads are tried again") == 1
+    fault_proxy.faults = Faults()
+    uploaded_all(bucket, "a")
+    assert daemon.stop() == 0
