@@ -149,7 +149,7 @@ def leftovers(bucket: Bucket) -> set[str]:
     """Segments of before the last manifest but one: those of that one stay for readers that hold it."""
     manifest = manifest_of(bucket, RUN, "n")
     assert manifest is not None
-    named = {manifest.series.name, *(one.name for one in manifest.records), "manifest.json"}
+    named = {manifest.series.name, *(one.name for one in manifest.records), "manifest.json", "origin-n"}
     found = {os.path.basename(name) for name in bucket.keys(f"{RUN}/.capd")} - named
     generations = sorted({int(name.split("-")[1].split(".")[0]) for name in found})
     return found if len(generations) > 1 else set()
