@@ -47,6 +47,12 @@ def series_in(bucket: Bucket, run: str, node: str = "n0") -> tuple[list[SeriesEn
     """The series that a manifest names, and the footers of its record segments."""
     manifest = manifest_of(bucket, run, node)
     assert manifest is not None
+    return _series_of(bucket, run, node, manifest)
+
+
+def _series_of(
+    bucket: Bucket, run: str, node: str, manifest: Manifest
+) -> tuple[list[SeriesEntry], dict[int, bytes]]:
     payload = read_object(bucket, f"{run}/.capd/node={node}/{manifest.series.name}")
     assert (len(payload), google_crc32c.value(payload)) == (manifest.series.nbytes, manifest.series.crc32c)
     return read_series_table(payload, run)
@@ -56,7 +62,8 @@ def bodies_in(bucket: Bucket, run: str, node: str = "n0") -> dict[str, list[byte
     """The rows of all records that a manifest names, by series."""
     manifest = manifest_of(bucket, run, node)
     assert manifest is not None
-    entries, footers = series_in(bucket, run, node)
+    # Of this manifest: the next one may be there by now.
+    entries, footers = _series_of(bucket, run, node, manifest)
     segments: dict[int, RecordSegment] = {}
     for one in manifest.records:
         payload = read_object(bucket, f"{run}/.capd/node={node}/{one.name}")

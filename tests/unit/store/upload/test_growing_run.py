@@ -16,6 +16,7 @@ from capd.store.objects.address import parse_address
 from capd.store.upload.local_files import OpenShard
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.sending.transfer import UploadTools
+from tests.kit.daemon import wait_for
 from tests.kit.objects.published import assert_published, assert_same_files, assert_zarr_reads_it
 from tests.kit.objects.service import Bucket
 from tests.kit.store.writing import Writer, key
@@ -64,6 +65,8 @@ def test_every_manifest_is_true_while_the_run_grows(
     try:
         for turn in range(1, 8):
             write_some(tmp_path, turn)
+            if turn == 3:
+                wait_for(lambda: rounds or not thread.is_alive(), "a first round")
             with contextlib.suppress(FileNotFoundError):
                 # A newer manifest may supersede the segments of the one that is read here, but not of the one before.
                 assert_published(bucket, RUN, run)
