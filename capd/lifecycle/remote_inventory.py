@@ -32,7 +32,7 @@ def remote_inventory(prefix: Address) -> list[RunSummary]:
 
 
 def _look_at(place: Address) -> RunSummary | None:
-    facts = RunSummary(place, place.stem)
+    facts = RunSummary(place, place.stem, uploaded_to=str(place))
     try:
         run = RemoteRun(place)
         manifests = [node.manifest for node in run.nodes(may_be_none=True)]
