@@ -53,6 +53,11 @@ def translated(address: Address) -> Iterator[None]:
         raise
     except Exception as error:
         raise _failure(address, error) from error
+    except BaseException as error:
+        # A panic of obstore's Rust code is no Exception, and would end the thread.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ObjectStoreError(f"{address}: obstore failed ({_short(str(error))})", retry=True) from error
 
 
 class _Missing(ObjectStoreError, FileNotFoundError):

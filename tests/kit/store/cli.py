@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.pipeline.pipeline import Pipeline
@@ -50,6 +51,8 @@ class Result:
 
 def run_capd(*args: str | Path, cwd: Path | None = None, **environ: str) -> Result:
     """Run `capd ARGS` in a process of its own."""
+    # The tests of the store alone run where it is not installed.
+    pytest.importorskip("typer", reason="the command line needs typer")
     done = forking.run(
         [sys.executable, "-m", "capd", *map(str, args)],
         capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **environ}, check=False,

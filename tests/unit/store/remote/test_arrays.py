@@ -12,7 +12,6 @@ import pytest
 import tensorstore
 import xarray
 import zarr
-from distributed import Client, LocalCluster
 from zarr.storage import ObjectStore
 
 import capd
@@ -21,6 +20,9 @@ from capd.store.read.series import Series
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.uploaded import publish
 from tests.kit.store.writing import Writer, key
+
+distributed = pytest.importorskip("distributed")
+pytest.importorskip("pyarrow")
 
 
 @pytest.fixture
@@ -92,10 +94,10 @@ def test_workers_of_a_cluster_open_the_address_themselves(
 ) -> None:
     local, remote = both
     with (
-        LocalCluster(
+        distributed.LocalCluster(
             n_workers=1, threads_per_worker=2, local_directory=tmp_path, scheduler_kwargs={"dashboard": False}
         ) as cluster,
-        Client(cluster) as client,
+        distributed.Client(cluster) as client,
     ):
         total = remote.dask().sum(axis=0)
         np.testing.assert_array_equal(client.compute(total).result(), local.dask().sum(axis=0).compute())

@@ -5,11 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import duckdb
 import pandas as pd
-import polars as pl
-import pyarrow.dataset as ds
-import pyarrow.fs
 import pytest
 
 import capd
@@ -18,6 +14,12 @@ from tests.kit.objects.published import manifest_of
 from tests.kit.objects.service import Bucket
 from tests.kit.objects.signing import ACCESS_KEY, SECRET_KEY
 from tests.kit.objects.uploaded import filled_in_rounds
+
+duckdb = pytest.importorskip("duckdb")
+pl = pytest.importorskip("polars")
+ds = pytest.importorskip("pyarrow.dataset")
+pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.fs")
 
 SQL = "SELECT path, count(*) AS records, max(absmax) AS largest FROM records GROUP BY path ORDER BY path"
 

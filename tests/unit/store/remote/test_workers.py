@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
 
 import capd
 from capd.errors import ObjectStoreError
@@ -17,8 +16,10 @@ from capd.store.objects.address import parse_address
 from capd.store.read.series import Series
 from tests.kit.objects.uploaded import filled, publish
 
+data = pytest.importorskip("torch.utils.data", reason="DataLoader is of torch")
 
-class Records(Dataset[NDArray[np.generic]]):
+
+class Records(data.Dataset):  # type: ignore[misc, name-defined]  # it is not known before it is imported
     """The records of a series."""
 
     def __init__(self, series: Series) -> None:
@@ -47,7 +48,7 @@ def test_workers_read_a_series_or_say_why_they_cannot(tmp_path: Path) -> None:
         next(one for one in capd.open(where).series if one.key.tensor_name == "large")
         for where in (run, place)
     )
-    loader = DataLoader(Records(remote), num_workers=1, multiprocessing_context="forkserver", timeout=60)
+    loader = data.DataLoader(Records(remote), num_workers=1, multiprocessing_context="forkserver", timeout=60)
     np.testing.assert_array_equal(np.concatenate([np.asarray(batch) for batch in loader]), local.stack())
     HELD[:] = [remote]
     # The threads of obstore do not survive a fork. Without the check, the worker would wait for them.

@@ -242,7 +242,9 @@ def test_verify_notes_moved_shards(tmp_path: Path) -> None:
     # The catalog also counts chunks that were written again, and that the shard lost when it was sealed.
     database = sqlite3.connect(node_directory(writer.run, "n0") / CATALOG_NAME)
     database.execute("UPDATE records SET stored_nbytes = stored_nbytes * 2")
-    database.execute("UPDATE series SET stored_bytes = stored_bytes * 2")
+    database.execute(
+        "UPDATE series SET stored_bytes = (SELECT SUM(stored_nbytes) FROM records WHERE records.series = series.id)"
+    )
     database.commit()
     database.close()
     assert not verify_run(writer.run).damaged
