@@ -14,9 +14,11 @@ class PanicException(BaseException):
 
 
 def test_a_panic_of_obstore_is_an_error_of_the_store() -> None:
-    with pytest.raises(ObjectStoreError, match="obstore failed \\(index out of bounds\\)") as caught:
-        with translated(parse_address("s3://bucket/run.zarr")):
-            raise PanicException("index out of bounds")
+    with (
+        pytest.raises(ObjectStoreError, match="obstore failed \\(index out of bounds\\)") as caught,
+        translated(parse_address("s3://bucket/run.zarr")),
+    ):
+        raise PanicException("index out of bounds")
     assert caught.value.retry
 
 
