@@ -1,6 +1,6 @@
 """The cost of uploads: MB per CPU second of the daemon, and the captured step beside an upload against the step alone.
 
-    python benchmarks/upload.py [--rounds 8] [--backlog-mib 1024] [--json FILE]
+    python benchmarks/upload.py [--rounds 8] [--backlog-mib 3072] [--json FILE]
 
 A store of sealed shards that do not compress goes up to a real S3 server (SeaweedFS), which runs on this machine with
 the lowest priority, because it is elsewhere in truth.
@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant in each round")
-    parser.add_argument("--backlog-mib", type=int, default=1024, help="sealed shards that go up")
+    parser.add_argument("--backlog-mib", type=int, default=3072, help="sealed shards that go up")
     parser.add_argument(
         "--directory", type=Path, help="where the stores and the server's data go (default: the system's)"
     )
