@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -170,9 +171,11 @@ def test_live_counters_add_up_in_every_sample(daemon: Daemon, start_rank: StartR
     rank.ask("stream 0")
     until(lambda: rank.ask("counters")["committed"] > 10)
 
-    seen = set()
+    seen, samples, until_s = set(), 0, time.monotonic() + 60
     with connected(daemon) as connection:
-        for _ in range(500):
+        # On a busy machine, 500 answers may come before the rank gets its turn.
+        while samples < 500 or (len(seen) <= 10 and time.monotonic() < until_s):
+            samples += 1
             reply = asked(connection, Stats(None))
             assert isinstance(reply, StatsReply)
             [run] = reply.stats["runs"]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,21 +20,6 @@ from tests.kit.objects.signing import SECRET_KEY
 from tests.kit.objects.uploading import PREFIX, filled_run, serve, upload_of, uploaded_all
 
 RUN = f"{PREFIX}/run.zarr"
-
-
-@pytest.fixture(autouse=True)
-def _environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in bucket.environment().items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def made() -> Iterator[list[DaemonProcess]]:
-    found: list[DaemonProcess] = []
-    yield found
-    for daemon in found:
-        daemon.process.kill()
-        daemon.process.wait()
 
 
 def test_live_runs_and_those_of_earlier_daemons_go_up_and_readers_agree(

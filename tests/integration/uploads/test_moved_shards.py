@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,22 +21,6 @@ from tests.kit.store.removing import age
 from tests.kit.store.writing import Writer
 
 AT_ONCE = {"CAPD_UPLOAD_DELETE_LOCAL": "after:0s"}
-
-
-@pytest.fixture(autouse=True)
-def _environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in bucket.environment().items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def made() -> Iterator[list[DaemonProcess]]:
-    """Daemons that do not outlive the test."""
-    found: list[DaemonProcess] = []
-    yield found
-    for daemon in found:
-        daemon.process.kill()
-        daemon.process.wait()
 
 
 def moved_count(run: Path) -> int:

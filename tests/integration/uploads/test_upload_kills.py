@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -28,21 +27,6 @@ QUICK = (
     "upload.after_shard", "upload.after_attributes", "upload.after_series", "upload.after_manifest",
     "upload.before_delete",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in bucket.environment().items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def made() -> Iterator[list[DaemonProcess]]:
-    found: list[DaemonProcess] = []
-    yield found
-    for daemon in found:
-        daemon.process.kill()
-        daemon.process.wait()
 
 
 def go_on(root: Path, first: int, records: int = 2) -> Path:
