@@ -38,11 +38,10 @@ from capd.store.format.geometry import Geometry
 from capd_client.protocol.key import MAX_INDEX, Key, Moment
 
 __all__ = [
-    "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "UNKNOWN_MOMENT", "Commit", "FileHeader",
-    "Frame", "FrameKind",
-    "RecordHead", "RecordRow", "SeriesHeader", "StatsRow", "decode_commit", "decode_head", "decode_payload",
-    "decode_row", "encode_commit", "encode_row", "frame", "frame_header", "parse_frame", "payload_is_sound",
-    "read_frame", "session_of", "sound_end", "walk",
+    "FORMAT_VERSION", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "UNKNOWN_CLIENT", "UNKNOWN_MOMENT", "Commit",
+    "CommitHeads", "FileHeader", "Frame", "FrameKind", "RecordHead", "RecordRow", "SeriesHeader", "StatsRow",
+    "decode_commit", "decode_head", "decode_heads", "decode_payload", "decode_row", "encode_commit", "encode_row",
+    "frame", "frame_header", "parse_frame", "payload_is_sound", "read_frame", "session_of", "sound_end", "walk",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -183,6 +182,17 @@ def encode_commit(
 ) -> bytes:
     """Return the payload of a Commit. Rows that are bytes are already encoded."""
     return _encode((first, [msgspec.Raw(row) if isinstance(row, bytes) else row for row in rows], chunks))
+
+
+class CommitHeads(msgspec.Struct, array_like=True):
+    """A Commit whose rows are decoded only in part: a reader of one small record pays for all rows of its batch."""
+
+    first: int
+    rows: list[RecordHead]
+    chunks: list[tuple[int, int, int]]
+
+
+decode_heads = msgspec.msgpack.Decoder(CommitHeads).decode
 
 
 class SeriesHeader(msgspec.Struct, array_like=True):

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from capd.errors import DamagedRecord
 from capd.store.format.codecs import crc32c
 
-__all__ = ["EMPTY", "entries_in", "index_bytes", "index_entries", "index_nbytes", "read_index"]
+__all__ = [
+    "EMPTY",
+    "chunk_places",
+    "entries_in",
+    "index_bytes",
+    "index_entries",
+    "index_nbytes",
+    "read_index",
+]
 
 EMPTY = 2**64 - 1
 
@@ -46,6 +54,37 @@ def entries_in(body: bytes, slots: int) -> NDArray[np.uint64] | None:
     if len(body) != index_nbytes(slots) or struct.unpack("<I", body[-4:])[0] != crc32c(body[:-4]):
         return None
     return np.frombuffer(body, dtype="<u8", count=2 * slots).reshape(slots, 2)
+
+
+def chunk_places(
+    entries: NDArray[np.uint64] | None,
+    journal: Mapping[int, tuple[int, int]],
+    slots: Mapping[int, int],
+    nbytes: int,
+) -> dict[int, tuple[int, int]]:
+    """Return the places of chunks in a sealed shard, by ordinal. A chunk that is not in the shard is missing.
+
+    Args:
+        entries: The entries of the index; None if it is lost, and `journal` replaces it.
+        journal: The places that COMMIT frames name, by entry.
+        slots: The entries of the chunks, by ordinal.
+        nbytes: The size of the shard.
+
+    Raises:
+        DamagedRecord: A place is outside of the shard.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for ordinal, slot in slots.items():
+        if entries is None:
+            place = journal.get(slot)
+        else:
+            offset, length = entries[slot].tolist()
+            place = None if offset == EMPTY else (offset, length)
+        if place is not None:
+            if sum(place) > nbytes:
+                raise DamagedRecord(f"index entry {slot} points beyond the end of the shard")
+            found[ordinal] = place
+    return found
 
 
 def read_index(fd: int, slots: int) -> dict[int, tuple[int, int]]:

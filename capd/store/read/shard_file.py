@@ -19,18 +19,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import DamagedRecord
 from capd.store.format.frames import (
     Commit,
+    CommitHeads,
     FileHeader,
     FrameKind,
-    RecordHead,
     SeriesHeader,
+    decode_heads,
     decode_payload,
     payload_is_sound,
     read_frame,
 )
-from capd.store.format.sharding_index import EMPTY, index_entries
+from capd.store.format.sharding_index import chunk_places, index_entries
 from capd.store.read.recent import Recent
 from capd.store.scan.scan import read_shard
 
@@ -46,17 +46,6 @@ class Committed(NamedTuple):
 
     capture: tuple[bytes, int, tuple[int, ...]]
     slots: frozenset[int]
-
-
-class _CommitHeads(msgspec.Struct, array_like=True):
-    """A Commit whose rows are decoded only in part: a reader of one small record pays for all rows of its batch."""
-
-    first: int
-    rows: list[RecordHead]
-    chunks: list[tuple[int, int, int]]
-
-
-_decode_heads = msgspec.msgpack.Decoder(_CommitHeads).decode
 
 
 class ShardFile:
@@ -115,18 +104,7 @@ class ShardFile:
         if self._entries is None and self._journal is None:
             self._entries = index_entries(self.fd, header.geometry.shard_slots)
         journal = self._read_journal(header, shard) if self._entries is None else {}
-        found: dict[int, Place] = {}
-        for ordinal, slot in slots.items():
-            if self._entries is None:
-                place = journal.get(slot)
-            else:
-                offset, nbytes = self._entries[slot].tolist()
-                place = None if offset == EMPTY else (offset, nbytes)
-            if place is not None:
-                if sum(place) > self.nbytes:
-                    raise DamagedRecord(f"index entry {slot} points beyond the end of the shard")
-                found[ordinal] = place
-        return found
+        return chunk_places(self._entries, journal, slots, self.nbytes)
 
     @property
     def has_index(self) -> bool:
@@ -146,7 +124,7 @@ class ShardFile:
                 payload = os.pread(self.fd, follower.nbytes, follower.offset)
                 with contextlib.suppress(msgspec.DecodeError):
                     if payload_is_sound(follower, payload):
-                        self._note(_decode_heads(payload))
+                        self._note(decode_heads(payload))
                 found = self._committed.get(number)
         # The exceptions: a chunk shared with an earlier record, a batch that grew, a record without elements.
         if found is None:
@@ -162,7 +140,7 @@ class ShardFile:
             self._journal = {} if scanned is None else scanned.index
         return self._journal
 
-    def _note(self, commit: Commit | _CommitHeads) -> None:
+    def _note(self, commit: Commit | CommitHeads) -> None:
         slots = frozenset(slot for slot, _, _ in commit.chunks)
         for number, row in enumerate(commit.rows, commit.first):
             self._committed[number] = Committed(row.capture, slots)

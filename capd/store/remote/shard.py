@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import DamagedRecord
 from capd.store.format.frames import (
     FRAME_NBYTES,
     Commit,
+    CommitHeads,
     FrameKind,
-    RecordHead,
     SeriesHeader,
+    decode_heads,
     parse_frame,
     payload_is_sound,
 )
-from capd.store.format.sharding_index import EMPTY, entries_in, index_nbytes
+from capd.store.format.sharding_index import chunk_places, entries_in, index_nbytes
 from capd.store.objects.bucket import Bucket
 from capd.store.remote.windows import Span, WindowCache
 from capd.store.scan.scan import read_shard
@@ -40,15 +40,6 @@ _WHOLE_NBYTES = 4 << 20
 _LONGEST_NBYTES = 1 << 30
 # A COMMIT of many small records is larger than this, and then costs one more request.
 _COMMIT_NBYTES = 64 << 10
-
-
-class _CommitHeads(msgspec.Struct, array_like=True):
-    first: int
-    rows: list[RecordHead]
-    chunks: list[tuple[int, int, int]]
-
-
-_decode_heads = msgspec.msgpack.Decoder(_CommitHeads).decode
 
 
 class ShardWindows:
@@ -122,18 +113,7 @@ class RemoteShard:
         """
         self._read_index(header)
         journal = self._read_journal(header, shard) if self._entries is None else {}
-        found: dict[int, Place] = {}
-        for ordinal, slot in slots.items():
-            if self._entries is None:
-                place = journal.get(slot)
-            else:
-                offset, nbytes = self._entries[slot].tolist()
-                place = None if offset == EMPTY else (offset, nbytes)
-            if place is not None:
-                if sum(place) > self.nbytes:
-                    raise DamagedRecord(f"index entry {slot} points beyond the end of the shard")
-                found[ordinal] = place
-        return found
+        return chunk_places(self._entries, journal, slots, self.nbytes)
 
     @property
     def has_index(self) -> bool:
@@ -189,7 +169,7 @@ class RemoteShard:
         payload = windows.read((frame.offset, frame.nbytes))
         if payload_is_sound(frame, payload):
             try:
-                self._note(_decode_heads(payload))
+                self._note(decode_heads(payload))
             except msgspec.DecodeError:
                 return
 
@@ -203,7 +183,7 @@ class RemoteShard:
             self._journal = {} if scanned is None else scanned.index
         return self._journal
 
-    def _note(self, commit: Commit | _CommitHeads) -> None:
+    def _note(self, commit: Commit | CommitHeads) -> None:
         slots = frozenset(slot for slot, _, _ in commit.chunks)
         for number, row in enumerate(commit.rows, commit.first):
             self._committed[number] = (row.capture, slots)
