@@ -345,7 +345,7 @@ class Registry:
             run = self._runs.get(run_id)
             if run is None or not run.opened:
                 raise StoreError(f"run {run_id!r} is not open yet; try again", retry=True)
-            return self._upkeep.begin_seal(run, is_last=not run.ranks and not run.arriving)
+            return self._upkeep.begin_seal(run, is_last=not run.alive() and not run.arriving)
 
     def release(self, run_id: str, timeout_s: float) -> str:
         """Close a sealed run without ranks, so that it can be removed. A rank that comes later opens it again.

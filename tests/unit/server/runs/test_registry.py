@@ -325,6 +325,29 @@ def test_ranks_that_come_together_open_their_run_once(
     assert sorted(rank.row().committed for rank in run.ranks.values()) == [1, 1]
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_seal_is_the_last_one_as_soon_as_every_rank_has_left(
+    registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """A rank that left is in the registry until the clock has saved its row. Replaced chunks once stayed until then."""
+    asked: list[bool] = []
+    real = pipeline.seal
+
+    def seal(run_id: str, *, is_last: bool) -> Future[None]:
+        asked.append(is_last)
+        return real(run_id, is_last=is_last)
+
+    monkeypatch.setattr(pipeline, "seal", seal)
+    staying = join(registry, "one") if stays else None
+    write_and_leave(registry, "one")
+    registry.seal("one").result(20)
+    assert asked == [not stays]
+    [run] = registry.runs()
+    assert len(run.ranks) == 1 + stays
+    if staying is not None:
+        assert staying.end(1)
+
+
 @pytest.mark.parametrize("look", [1, 2])
 def test_the_row_of_a_rank_that_came_back_is_the_last_one(
     registry: Registry, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, look: int
