@@ -1,16 +1,16 @@
 """The cost of uploads: MB per CPU second of the daemon, and the captured step beside an upload against the step alone.
 
-    python benchmarks/upload.py [--rounds 8] [--backlog-mib 3072] [--json FILE]
+    python benchmarks/upload.py [--rounds 24] [--backlog-mib 3072] [--json FILE]
 
-A store of sealed shards that do not compress goes up to a real S3 server (SeaweedFS), which runs on this machine with
-the lowest priority, because it is elsewhere in truth.
-
-First the daemon uploads alone: bytes per second of its CPU time, all of its threads counted.
+First the daemon uploads alone, to a real S3 server (SeaweedFS) on this machine: bytes per second of the daemon's CPU
+time, all of its threads counted. The shards do not compress.
 
 Then a job runs, that of training_overhead.py: 68 tensors, 35.1 MB a step. Two variants take turns in blocks within one
 process. Beside "uploading", shards of the store go up all the time. Beside "alone" the server is stopped (SIGSTOP), so
 the uploads hang and cost nothing. "wall x" is the time of a step, uploading against alone, round by round: the median
-of the ratios. The server takes a part of the two cores, too, so the ratio is an upper bound.
+of the ratios. The server of this part stands for one elsewhere: a sink, which takes next to nothing of the machine.
+With --server seaweedfs it is a real one with the lowest priority. It takes most of a core, so that the ratio says more
+of the server than of capd.
 
 must: 1.02, and no drop.
 """
@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 import capd_client
-from benchmarks.kit.common import cpu_s, daemon, keep_freed_memory, machine, report, spread
+from benchmarks.kit.common import Daemon, cpu_s, daemon, keep_freed_memory, machine, report, spread
+from benchmarks.kit.sink_server import sink_server
 from benchmarks.store.store_capd import CapdWriter, definition
 from benchmarks.training_overhead import (
     ARENA_NBYTES,
@@ -41,7 +42,9 @@ from benchmarks.training_overhead import (
     own_client,
     wait_until_acknowledged,
 )
+from capd.cli.daemon_client import connect
 from capd.errors import ObjectStoreError
+from capd.server.net.endpoint import parse
 from capd.store.objects.address import parse_address
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.manifest import (
@@ -52,43 +55,64 @@ from capd.store.segments.manifest import (
     node_prefix,
 )
 from tests.kit.objects.server import S3Server
+from tests.kit.objects.service import S3Service
 
 MUST = 1.02
 SEQUENCE = 128
 NODE = "n0"
 RECORD = (2048, 2048)
-SERIES = 8
+SERIES = 96
 PATIENCE_S = 600.0
 LOWEST_PRIORITY = 19
 
 
 class Server:
-    """The S3 server, which can be stopped and continued as a process."""
+    """An S3 server that can be stopped and continued as a process."""
 
-    def __init__(self, directory: Path) -> None:
-        self._server = S3Server(directory).start()
-        self.bucket = self._server.make_bucket()
-        assert self._server.process is not None
-        self._group = self._server.process.pid
-        os.setpriority(os.PRIO_PGRP, self._group, LOWEST_PRIORITY)
-        for thread in Path(f"/proc/{self._group}/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), LOWEST_PRIORITY)
-        with contextlib.suppress(OSError):
-            # Where sessions share the processor, the session of the server has a priority of its own.
-            Path(f"/proc/{self._group}/autogroup").write_text(str(LOWEST_PRIORITY))
+    def __init__(self, service: S3Service, pid: int) -> None:
+        self.bucket = service.make_bucket()
+        # The time in which it answered, between `go` and `halt`.
+        self.answered_s = 0.0
+        self._group, self._since = pid, 0.0
 
     def go(self) -> None:
         """Answer."""
         os.killpg(self._group, signal.SIGCONT)
+        self._since = time.monotonic()
 
     def halt(self) -> None:
         """Hang."""
         os.killpg(self._group, signal.SIGSTOP)
+        self.answered_s += time.monotonic() - self._since
 
-    def discard(self) -> None:
-        """End it, and remove what it holds."""
-        self.go()
-        self._server.discard()
+
+@contextlib.contextmanager
+def seaweedfs(directory: Path | None) -> Iterator[Server]:
+    """Start SeaweedFS with the lowest priority, with its data below `directory`."""
+    server = S3Server(Path(tempfile.mkdtemp(prefix="capd-s3-", dir=directory))).start()
+    assert server.process is not None
+    try:
+        _lower(server.process.pid)
+        yield Server(server, server.process.pid)
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+        server.discard()
+
+
+@contextlib.contextmanager
+def sink() -> Iterator[Server]:
+    """Start the server that drops what it gets."""
+    with sink_server() as (service, pid):
+        yield Server(service, pid)
+
+
+def _lower(group: int) -> None:
+    os.setpriority(os.PRIO_PGRP, group, LOWEST_PRIORITY)
+    for thread in Path(f"/proc/{group}/task").iterdir():
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), LOWEST_PRIORITY)
+    with contextlib.suppress(OSError):
+        # Where sessions share the processor, the session of the server has a priority of its own.
+        Path(f"/proc/{group}/autogroup").write_text(str(LOWEST_PRIORITY))
 
 
 def fill(store: Path, nbytes: int) -> None:
@@ -105,7 +129,7 @@ def fill(store: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def uploading_daemon(directory: Path, server: Server, prefix: str, backlog: int) -> Iterator[Any]:
+def uploading_daemon(directory: Path, server: Server, prefix: str, backlog: int) -> Iterator[Daemon]:
     """Start a daemon whose store has sealed shards that are not uploaded."""
     os.environ.update(server.bucket.environment())
     options = ["--node", NODE, "--upload-to", server.bucket.url(prefix)]
@@ -143,6 +167,14 @@ def measure_rate(directory: Path, server: Server, backlog: int) -> dict[str, flo
     }  # fmt: skip
 
 
+def uploaded_nbytes(running: Daemon) -> int:
+    """Return the bytes that a daemon has uploaded."""
+    with connect(parse(running.endpoint)) as tool:
+        found = tool.stats(None).upload
+    assert found is not None
+    return found.bytes
+
+
 def make_variants(server: Server) -> list[Variant]:
     """Return capd alone, and capd beside uploads."""
     client = own_client()
@@ -171,14 +203,17 @@ def measure_steps(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1))
     variants = make_variants(server)
-    with uploading_daemon(directory, server, "beside", backlog):
+    with uploading_daemon(directory, server, "beside", backlog) as running:
         server.halt()
+        server.answered_s = 0.0
+        before = uploaded_nbytes(running)
         for number in range(rounds):
             for variant in variants[:: 1 if number % 2 else -1]:
                 variant.run_block(model, optimizer, tokens, steps)
+        counters = {"beside_mb_per_s": (uploaded_nbytes(running) - before) / 1e6 / server.answered_s}
         server.go()
         found = manifest_of(server, "beside")
-        counters = capd_client.counters()
+        counters |= capd_client.counters()
         capd_client.close()
     if found is not None and found.is_complete:
         raise SystemExit("everything was uploaded before the end; give a larger --backlog-mib")
@@ -195,6 +230,7 @@ def show(result: dict[str, Any], variants: list[Variant]) -> None:
     for variant in variants:
         print(f"{variant.name:9s} wall s per step {spread(variant.wall_s)}, CPU {spread(variant.cpu_s)}")
     dropped = sum(counters["dropped"].values())
+    print(f"beside the job {counters['beside_mb_per_s']:.0f} MB/s went up")
     print(f"{counters['offered']} offered, {counters['committed']} committed, {dropped} dropped")
     for name, value, bound in (
         ("uploading / alone, wall x", result["wall_ratio"], MUST),
@@ -205,8 +241,9 @@ def show(result: dict[str, Any], variants: list[Variant]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant in each round")
+    parser.add_argument("--server", choices=["sink", "seaweedfs"], default="sink", help="of the second part")
     parser.add_argument("--backlog-mib", type=int, default=3072, help="sealed shards that go up")
     parser.add_argument(
         "--directory", type=Path, help="where the stores and the server's data go (default: the system's)"
@@ -215,15 +252,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    place = Path(tempfile.mkdtemp(prefix="capd-s3-", dir=args.directory))
-    server = Server(place)
-    try:
+    with seaweedfs(args.directory) as server:
         rate = measure_rate(args.directory, server, args.backlog_mib << 20)
+    with sink() if args.server == "sink" else seaweedfs(args.directory) as server:
         variants, counters = measure_steps(
             args.directory, server, args.backlog_mib << 20, args.rounds, args.steps
         )
-    finally:
-        server.discard()
     alone, beside = variants
     result = {
         "machine": machine(),

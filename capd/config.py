@@ -171,6 +171,8 @@ class DaemonSettings(BaseModel):
     """Objects that are uploaded at a time."""
     upload_bandwidth: Annotated[Nbytes, Field(ge=1024)] | None = None
     """Bytes per second of all uploads together; none: no limit."""
+    upload_live_bandwidth: Annotated[Nbytes, Field(ge=1024)] | None = None
+    """The same while ranks are there, so that uploads give way to them; none: 25 MB for each CPU."""
     upload_delete_local: Annotated[str, BeforeValidator(_parse_eviction)] = "never"
     """When local shards that are in the object store are deleted: never, after:TIME (after:1h) or at:PERCENT of the
     file system (at:85%)."""

@@ -234,7 +234,7 @@ class Daemon:
         self._recovery.start()
         if self._uploads is not None:
             self._uploads.mover.on_moved = self._registry.moved
-            self._uploads.begin(self._recovery)
+            self._uploads.begin(self._recovery, self._registry.has_ranks)
         if self._policy:
             self._retention = Retention(self._root, self._policy, self._registry, self._recovery)
             self._retention.start()

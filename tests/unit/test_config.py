@@ -81,7 +81,8 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "series_max": "1GB", "quota_policy": "drop", "metrics": "127.0.0.1:9464",
         "metrics_token_file": "/t", "metrics_file": "/m.prom", "metrics_ranks": "true", "log_format": "json",
         "upload_to": "s3://bucket/captures", "upload_runs": "exp*", "upload_threads": "3",
-        "upload_bandwidth": "10MB", "upload_delete_local": "after:2h", "upload_drain_s": "60",
+        "upload_bandwidth": "10MB", "upload_live_bandwidth": "5MB",
+        "upload_delete_local": "after:2h", "upload_drain_s": "60",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
@@ -90,6 +91,7 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         quota_policy="drop", metrics="127.0.0.1:9464", metrics_token_file=Path("/t"),
         metrics_file=Path("/m.prom"), metrics_ranks=True, log_format="json",
         upload_to="s3://bucket/captures", upload_runs="exp*", upload_threads=3, upload_bandwidth=10**7,
+        upload_live_bandwidth=5 * 10**6,
         upload_delete_local="after:2h", upload_drain_s=60,
     )  # fmt: skip
     quota = {
@@ -246,7 +248,7 @@ def test_a_wrong_retention_is_named_with_its_remedy(line: str, says: str, tmp_pa
         ('bandwidth = "12"', "greater than or equal to 1024"),
         (
             'where = "s3://b/x"',
-            "unknown key; known keys: to, runs, threads, bandwidth, delete_local, drain_s",
+            "unknown key; known keys: to, runs, threads, bandwidth, live_bandwidth, delete_local, drain_s",
         ),
     ],
 )

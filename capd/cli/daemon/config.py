@@ -36,6 +36,7 @@ _UNSET = {
     "plan": "no",
     "upload_to": "nowhere",
     "upload_bandwidth": "no limit",
+    "upload_live_bandwidth": "25MB for each CPU",
 }
 """The meaning of settings that were not given. capd picks the values of all other settings by itself."""
 

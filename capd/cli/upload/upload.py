@@ -81,7 +81,7 @@ def upload(
     if watch and (dry_run or as_json):
         raise ConfigError("--watch goes with neither --dry-run nor --json")
     _refuse_beside_daemon(store, settings.upload_to)
-    tools = UploadTools.make(settings.upload_threads, settings.upload_bandwidth)
+    tools = UploadTools.make(settings.upload_threads, lambda: settings.upload_bandwidth)
     if watch:
         _watch(store, settings, tools)
         return

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from typing import Literal
 from capd.config import DaemonSettings
 from capd.errors import CapdError, NotAStore, ObjectStoreError, RemovedRun, StoreBusy
 from capd.metrics import UploadStats
+from capd.server.limits import usable_cpus
 from capd.server.uploads.backoff import Backoff
 from capd.server.uploads.followed_run import FollowedRun
 from capd.store.catalog.rows import CATALOG_NAME
@@ -32,7 +34,7 @@ from capd.store.upload.sending.conditions import Conditions, probe
 from capd.store.upload.sending.halt import UploadStopped
 from capd.store.upload.sending.transfer import UploadTools
 
-__all__ = ["Uploads", "pause_after"]
+__all__ = ["Uploads", "live_rate", "pause_after"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ _LOOK_S = 0.5
 _DRAIN_LOOK_S = 0.5
 # The object in hand may end within this time.
 _GRACE_S = 1.0
+# An upload of so many bytes takes a sixteenth of a CPU for a second: reading, checksums, SHA-256 and the socket.
+_NBYTES_OF_A_SIXTEENTH = 25_000_000
 # Failures that concern every run of the root alike.
 _OF_THE_STORE = ("unreachable", "refused", "missing", "full")
 
@@ -66,7 +70,9 @@ class Uploads(threading.Thread):
         self._moved_at = -math.inf
         self._to = parse_address(settings.upload_to)
         self._glob = settings.upload_runs
-        self.tools = UploadTools.make(settings.upload_threads, settings.upload_bandwidth)
+        self._rate, self._live_rate = settings.upload_bandwidth, live_rate(settings)
+        self._has_ranks: Callable[[], bool] = lambda: False
+        self.tools = UploadTools.make(settings.upload_threads, self._allowed)
         self._above = Bucket(self._to)
         self._conditions: Conditions | None = None
         self._followed: dict[Path, FollowedRun] = {}
@@ -79,9 +85,14 @@ class Uploads(threading.Thread):
 
     # For other threads
 
-    def begin(self, recovery: threading.Thread) -> None:
-        """Start the thread. It waits for the end of `recovery`: an unsealed run must be read first."""
-        self._recovery = recovery
+    def begin(self, recovery: threading.Thread, has_ranks: Callable[[], bool]) -> None:
+        """Start the thread.
+
+        Args:
+            recovery: The thread waits for its end: an unsealed run must be read first.
+            has_ranks: Returns whether a rank is there. The uploads then give way to it.
+        """
+        self._recovery, self._has_ranks = recovery, has_ranks
         self.start()
 
     def stats(self) -> UploadStats:
@@ -118,6 +129,9 @@ class Uploads(threading.Thread):
         self.tools.halt.ask(_GRACE_S)
         if self.is_alive():
             self.join(2 * _GRACE_S)
+
+    def _allowed(self) -> float | None:
+        return self._live_rate if self._has_ranks() else self._rate
 
     # The thread
 
@@ -296,6 +310,13 @@ class Uploads(threading.Thread):
         return self._said in ("refused", "missing") or any(
             one.said.endswith(AnotherWriter.__name__) for one in list(self._followed.values())
         )
+
+
+def live_rate(settings: DaemonSettings) -> float:
+    """Return the bytes per second while ranks are there: as set, or what takes a sixteenth of the CPUs."""
+    live = settings.upload_live_bandwidth
+    rate = _NBYTES_OF_A_SIXTEENTH * usable_cpus() if live is None else float(live)
+    return min(rate, settings.upload_bandwidth or math.inf)
 
 
 def pause_after(cpu_s: float) -> float:

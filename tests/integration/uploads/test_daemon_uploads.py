@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_live_runs_and_those_of_earlier_daemons_go_up_and_readers_agree(
         assert_published(bucket, f"{PREFIX}/{name}.zarr", local, "n")
         assert_same_files(bucket, f"{PREFIX}/{name}.zarr", local)
     assert assert_zarr_reads_it(bucket, f"{PREFIX}/old.zarr", old) == 4
+
+
+def test_uploads_give_way_while_a_rank_is_there(
+    tmp_path: Path, made: list[DaemonProcess], bucket: Bucket
+) -> None:
+    """At the pace beside a rank, the run would take a minute."""
+    limits = {"CAPD_UPLOAD_LIVE_BANDWIDTH": "64KiB"}
+    daemon = serve(tmp_path / "s", tmp_path / "c.sock", bucket, environ=limits)
+    made.append(daemon)
+    rank = Rank(tmp_path / "c.sock", run_id="other")
+    rank.connect()
+    filled_run(tmp_path / "before", run_id="run").run.rename(tmp_path / "s" / "run.zarr")
+    wait_for(lambda: upload_of(daemon)["backlog_bytes"] > 0, "the upload begins")
+    time.sleep(2.0)
+    slow = manifest_of(bucket, RUN, "n")
+    assert slow is None or not slow.is_complete
+    rank.bye()
+    rank.close()
+
+    uploaded_all(bucket, timeout_s=30.0)
+    assert daemon.stop() == 0
+    assert_same_files(bucket, RUN, tmp_path / "s" / "run.zarr")
 
 
 def test_only_the_runs_of_the_pattern_go_up(

@@ -9,33 +9,42 @@ from collections.abc import Callable, Iterator
 
 from capd.store.upload.sending.halt import Halt
 
-__all__ = ["Bandwidth", "TransferMemory"]
+__all__ = ["Bandwidth", "Rate", "TransferMemory", "no_limit"]
 
 _LOOK_S = 0.2
+
+Rate = Callable[[], float | None]
+"""Returns the bytes per second that may go at this moment; None for no limit. It is asked before each piece."""
+
+
+def no_limit() -> None:
+    """Let everything go at once, as a `Rate`."""
 
 
 class Bandwidth:
     """A token bucket: so many bytes per second, over all threads. Pieces wait for their turn."""
 
-    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Set the limit; None for none."""
-        self._rate, self._clock = bytes_per_s, clock
+    def __init__(self, rate: Rate, clock: Callable[[], float] = time.monotonic) -> None:
+        """Set the limit."""
+        self._rate, self._clock = rate, clock
         self._lock = threading.Lock()
         # The time at which everything that was taken so far has gone.
         self._free_at = 0.0
 
     def piece_nbytes(self, most: int) -> int:
         """Return the bytes of a piece: at most `most`, and not more than a quarter of a second."""
-        return most if self._rate is None else max(16 << 10, min(most, int(self._rate / 4)))
+        rate = self._rate()
+        return most if rate is None else max(16 << 10, min(most, int(rate / 4)))
 
     def reserve(self, nbytes: int) -> float:
         """Take bytes out of the bucket. Return the seconds to wait before they may go."""
-        if self._rate is None:
+        rate = self._rate()
+        if rate is None:
             return 0.0
         with self._lock:
             now = self._clock()
             begin = max(now, self._free_at)
-            self._free_at = begin + nbytes / self._rate
+            self._free_at = begin + nbytes / rate
             return begin - now
 
     def take(self, nbytes: int, halt: Halt) -> None:

@@ -15,7 +15,7 @@ from capd.store.upload.local_files import KnownFiles, OpenShard, extended_crc32c
 from capd.store.upload.plan import PlannedDocument, PlannedShard
 from capd.store.upload.sending.figures import UploadFigures
 from capd.store.upload.sending.halt import Halt
-from capd.store.upload.sending.pace import Bandwidth, TransferMemory
+from capd.store.upload.sending.pace import Bandwidth, Rate, TransferMemory, no_limit
 
 __all__ = ["MEMORY_NBYTES", "Transfer", "UploadTools"]
 
@@ -48,9 +48,9 @@ class UploadTools:
     halt: Halt
 
     @classmethod
-    def make(cls, threads: int = 4, bytes_per_s: float | None = None) -> UploadTools:
+    def make(cls, threads: int = 4, rate: Rate = no_limit) -> UploadTools:
         """Return tools of their own for these limits."""
-        return cls(threads, Bandwidth(bytes_per_s), TransferMemory(MEMORY_NBYTES), UploadFigures(), Halt())
+        return cls(threads, Bandwidth(rate), TransferMemory(MEMORY_NBYTES), UploadFigures(), Halt())
 
 
 class Transfer:

@@ -10,7 +10,7 @@ import pytest
 from capd.store.upload.local_files import FileVersion, KnownFiles
 from capd.store.upload.sending.figures import UploadFigures
 from capd.store.upload.sending.halt import Halt, UploadStopped
-from capd.store.upload.sending.pace import Bandwidth, TransferMemory
+from capd.store.upload.sending.pace import Bandwidth, TransferMemory, no_limit
 
 
 class Clock:
@@ -23,19 +23,19 @@ class Clock:
 
 def test_bytes_wait_for_those_before_them_and_a_pause_saves_up_nothing() -> None:
     clock = Clock()
-    limit = Bandwidth(1000.0, clock)
+    limit = Bandwidth(lambda: 1000.0, clock)
 
     assert [limit.reserve(500) for _ in range(3)] == [0.0, 0.5, 1.0]
     clock.now += 60
     assert [limit.reserve(500) for _ in range(2)] == [0.0, 0.5]
-    assert Bandwidth(None, clock).reserve(10**12) == 0.0
+    assert Bandwidth(no_limit, clock).reserve(10**12) == 0.0
 
 
 @pytest.mark.parametrize(
     ("rate", "piece"), [(None, 1 << 20), (1e9, 1 << 20), (400_000.0, 100_000), (10.0, 16 << 10)]
 )
 def test_a_piece_takes_a_quarter_of_a_second_at_most(rate: float | None, piece: int) -> None:
-    assert Bandwidth(rate).piece_nbytes(1 << 20) == piece
+    assert Bandwidth(lambda: rate).piece_nbytes(1 << 20) == piece
 
 
 def test_memory_is_held_by_as_many_as_fit_and_a_larger_object_goes_alone() -> None:
@@ -68,7 +68,7 @@ def test_a_request_to_stop_ends_waits_for_memory_and_leaves_a_moment_to_the_obje
     halt.ask(0.0)
     with pytest.raises(UploadStopped):
         halt.check_in_hand()
-    limit = Bandwidth(1.0)
+    limit = Bandwidth(lambda: 1.0)
     limit.reserve(1000)
     with pytest.raises(UploadStopped):
         limit.take(1, halt)

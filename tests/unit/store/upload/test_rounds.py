@@ -246,8 +246,8 @@ def test_a_large_shard_goes_up_in_parts_within_bandwidth_and_memory(tmp_path: Pa
     for step in range(2):
         writer.put(key("input"), "float32", values + step, iteration=step)
     writer.close()
-    tools = UploadTools.make(bytes_per_s=200e6)
-    tools.bandwidth = counted = CountedBandwidth(200e6)
+    tools = UploadTools.make(rate=lambda: 200e6)
+    tools.bandwidth = counted = CountedBandwidth(lambda: 200e6)
     with NodeUpload(writer.run, "n0", parse_address(place.url("captures")), tools) as upload:
         result = upload.round()
 
