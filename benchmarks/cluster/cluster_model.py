@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.cluster.gathering import RECORD_NBYTES, plan_of
+from benchmarks.cluster.gathering import RECORD_NBYTES, TASK_NBYTES, plan_of
 from benchmarks.cluster.simulation import Constants, simulated_s
 from benchmarks.store.store_runner import (
     Row,
@@ -35,7 +35,6 @@ from benchmarks.store.store_runner import (
     verdict,
     work_directory,
 )
-from capd.distributed.cluster.engine import Job
 from capd.distributed.cluster.opening import opened_engine
 from capd.distributed.cluster.settings import ClusterSettings
 from capd.distributed.cluster.tree import FAN_IN
@@ -48,11 +47,6 @@ MODULE = "benchmarks.cluster.cluster_model"
 WORKERS = (1, 2, 4, 16, 64, 256, 1024)
 STORE_RATE = 20e9
 """The assumed speed of a cluster's store, in bytes a second. It cannot be measured here."""
-
-
-def no_work(task: bytes) -> bytes:
-    """Do nothing: what is left is the scheduler."""
-    return task
 
 
 def measured_alone(run: str, task_nbytes: int, side_by_side: int) -> Row:
@@ -86,12 +80,12 @@ def _timed(task: bytes) -> tuple[float, bytes]:
 
 
 def measured_scheduler(run: str) -> Row:
-    """Measure the time of an empty task, from end to end."""
+    """Measure the time that client and scheduler take for an empty task, among many."""
     with opened_engine(ClusterSettings(scheduler="processes", workers=1), [run]) as engine:
-        jobs = iter([Job((0, number), msgspec.json.encode, number) for number in range(EMPTY_TASKS)])
         begin = time.perf_counter()
-        for _ in engine.unordered(lambda: next(jobs, None)):
-            pass
+        running = [engine.submit(msgspec.json.encode, number) for number in range(EMPTY_TASKS)]
+        for one in running:
+            engine.outcome(one)
         return {"task_s": (time.perf_counter() - begin) / EMPTY_TASKS}
 
 
@@ -115,10 +109,10 @@ def curve(known: Constants, nbytes: float, task_nbytes: float) -> list[dict[str,
 
 def main() -> None:
     parser = options(__doc__, rounds=3, directory=memory_directory())
-    parser.add_argument("--mb", type=int, default=256, help="of raw bfloat16 in the run")
+    parser.add_argument("--mb", type=int, default=1024, help="of raw bfloat16 in the run")
     args = parser.parse_args()
     records = 8 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
-    task_nbytes = max(1, records // 16) * RECORD_NBYTES
+    task_nbytes = min(TASK_NBYTES, records // 4 * RECORD_NBYTES)
     with work_directory(args.directory) as root:
         run = child("benchmarks.cluster.gathering:prepare", root=str(root), records=records)["run"]
         tasks = len(plan_of(run, task_nbytes).tasks)

@@ -22,6 +22,7 @@ from capd.server.heap import settled_heap
 
 SHAPE = (1024, 2048)
 RECORD_NBYTES = 2 * SHAPE[0] * SHAPE[1]
+TASK_NBYTES = 64 << 20
 FORMATS = "fp8,mxfp8,mxfp4,nvfp4,hifp8"
 
 

@@ -33,18 +33,19 @@ class Constants:
 def simulated_s(known: Constants, workers: int, tasks: int, task_nbytes: float, *, seed: int = 0) -> float:
     """Return the predicted seconds. Tasks begin in order, each on the worker that is free first."""
     rng = random.Random(seed)
-    # All workers share the store.
-    rate = min(known.worker_rate, known.store_rate / workers)
     free = [0.0] * workers
     heapq.heapify(free)
-    scheduler = end = 0.0
+    scheduler = store = end = 0.0
     for number in range(tasks):
         scheduler += known.task_s
         begin = max(scheduler, heapq.heappop(free))
         merges = known.merge_s if number % FAN_IN == FAN_IN - 1 else 0.0
-        spent = task_nbytes / rate * max(0.1, rng.gauss(1.0, known.spread)) + merges
-        heapq.heappush(free, begin + spent)
-        end = max(end, begin + spent)
+        spent = task_nbytes / known.worker_rate * max(0.1, rng.gauss(1.0, known.spread))
+        # All workers share the store, which delivers one task after another. Reading goes on beside the work.
+        store = max(store, begin) + task_nbytes / known.store_rate
+        done = max(begin + spent, store) + merges
+        heapq.heappush(free, done)
+        end = max(end, done)
     # The levels above the first wait for each other.
     levels, left = 0, -(-tasks // FAN_IN)
     while left > 1:

@@ -2,9 +2,10 @@
 
     python benchmarks/cluster/workers.py [--mb N] [--rounds N] [--json FILE]
 
-The run has bfloat16 records of 4 MiB, in memory, and five formats are measured. "1 process" is one thread without Dask.
-The others are Dask's workers, one thread each, started before; with capd's setting of the heap, and as Dask's nanny
-leaves it. Each variant has its own processes. Ratios are of medians over interleaved rounds. All results are equal.
+The run has bfloat16 records of 4 MiB, in memory, and five formats are measured, in tasks of 64 MiB. "1 process" is one
+thread without Dask. The others are Dask's workers, one thread each, started before; with capd's setting of the heap,
+and as Dask's nanny leaves it. Each variant has its own processes. Ratios are of medians over interleaved rounds. All
+results are equal.
 
 must, on a quiet machine of two cores: 2 workers at least 1.5 times as fast as 1 process.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.cluster.gathering import RECORD_NBYTES
+from benchmarks.cluster.gathering import RECORD_NBYTES, TASK_NBYTES
 from benchmarks.store.store_runner import (
     Row,
     child,
@@ -39,7 +40,7 @@ VARIANTS = {
 
 def main() -> None:
     parser = options(__doc__, rounds=3, directory=memory_directory())
-    parser.add_argument("--mb", type=int, default=256, help="of raw bfloat16 in the run")
+    parser.add_argument("--mb", type=int, default=1024, help="of raw bfloat16 in the run")
     args = parser.parse_args()
     records = 4 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
     module = "benchmarks.cluster.gathering"
@@ -53,7 +54,7 @@ def main() -> None:
                 run=run,
                 workers=workers,
                 settles_heap=settles,
-                task_nbytes=max(1, records // 16) * RECORD_NBYTES,
+                task_nbytes=min(TASK_NBYTES, records // 4 * RECORD_NBYTES),
             )
         rows = interleave(variants, args.rounds)
     results = {name: medians(each) for name, each in rows.items()}

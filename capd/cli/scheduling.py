@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from capd.distributed.cluster.engine import Engine
     from capd.distributed.cluster.settings import ClusterSettings
 
-__all__ = ["ByteProgress", "ClusterOptions", "TaskBytes"]
+__all__ = ["ByteProgress", "ClusterOptions", "TaskBytes", "task_size"]
 
 _CELLS = 12
 # Without a terminal, a line of JSON on stderr says now and then how far the work is.
@@ -31,8 +31,17 @@ _LINE_S = 10.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 TaskBytes = Annotated[
-    str, option("--task-bytes", "SIZE", "Records of each task; 64MiB to 512MiB are good sizes.")
+    str | None,
+    option("--task-bytes", "SIZE", "Records of each task; 64MiB to 512MiB are good sizes [default: 256MiB]."),
 ]
+_RETRIES = 2
+
+
+def task_size(given: str | None) -> int:
+    """Return the bytes of a task. Raises ConfigError if `given` is no size."""
+    from capd.distributed.tasks.planning import size_of
+
+    return size_of("--task-bytes", given or "256MiB")
 
 
 @dataclass(frozen=True)
@@ -48,14 +57,17 @@ class ClusterOptions:
             autocompletion=any_of("threads", "processes"),
         ),
     ] = "threads"
-    task_bytes: TaskBytes = "256MiB"
+    task_bytes: TaskBytes = None
     memory_limit: Annotated[
         str | None,
         option("--memory-limit", "SIZE", "Memory of each worker [default: its share of what is free]."),
     ] = None
     retries: Annotated[
-        int, option("--retries", "N", "How often a failed task runs again.", min=0, max=100)
-    ] = 2
+        int | None,
+        option(
+            "--retries", "N", f"How often a failed task runs again [default: {_RETRIES}].", min=0, max=100
+        ),
+    ] = None
     checkpoint: Annotated[
         Path | None,
         option("--checkpoint", "DIR", "Keep what is done in DIR; the same command goes on from there."),
@@ -66,11 +78,17 @@ class ClusterOptions:
         """Whether a cluster works. Raises ConfigError for an option that means nothing without one."""
         if self.scheduler != "threads":
             return True
-        if self.checkpoint is not None or self.memory_limit is not None:
-            name = "--checkpoint" if self.checkpoint is not None else "--memory-limit"
-            raise ConfigError(
-                f"{name} is for tasks; give --scheduler processes or the address of a scheduler"
-            )
+        of_tasks = {
+            "--task-bytes": self.task_bytes,
+            "--memory-limit": self.memory_limit,
+            "--retries": self.retries,
+            "--checkpoint": self.checkpoint,
+        }
+        for name, given in of_tasks.items():
+            if given is not None:
+                raise ConfigError(
+                    f"{name} is for tasks; give --scheduler processes or the address of a scheduler"
+                )
         return False
 
     def refuse_checkpoint(self, what: str) -> None:
@@ -81,9 +99,7 @@ class ClusterOptions:
     @property
     def task_nbytes(self) -> int:
         """The bytes of a task. Raises ConfigError if `task_bytes` is no size."""
-        from capd.distributed.tasks.planning import size_of
-
-        return size_of("--task-bytes", self.task_bytes)
+        return task_size(self.task_bytes)
 
     def settings(self, workers: int) -> ClusterSettings:
         """Return the choice of the cluster. Raises ConfigError for a scheduler or a size that is none."""
@@ -95,7 +111,7 @@ class ClusterOptions:
             scheduler=self.scheduler,
             workers=workers,
             memory_limit=None if limit is None else size_of("--memory-limit", limit, (1, 1 << 50)),
-            retries=self.retries,
+            retries=_RETRIES if self.retries is None else self.retries,
         )
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.completion import field_lists, format_lists
 from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, print_json, print_lines
-from capd.cli.scheduling import TaskBytes
+from capd.cli.scheduling import TaskBytes, task_size
 from capd.cli.sources import SourceOptions, found_in
 from capd.cli.stores import StoreArgument, default_store
 
@@ -18,7 +18,7 @@ __all__ = ["plan_tasks"]
 @grouped
 def plan_tasks(
     store: StoreArgument = None,
-    task_bytes: TaskBytes = "256MiB",
+    task_bytes: TaskBytes = None,
     *,
     source: SourceOptions,
     formats: Annotated[
@@ -53,10 +53,9 @@ def plan_tasks(
     """
     from capd.analyze.format_choice import choices
     from capd.analyze.groups import Groups, checked_fields
-    from capd.distributed.tasks.planning import size_of
     from capd.report.gather import GatheredRecords
 
-    nbytes = size_of("--task-bytes", task_bytes)
+    nbytes = task_size(task_bytes)
     fields = () if by == "none" else checked_fields("--by", (word.strip() for word in by.split(",")))
     chosen = () if formats == "none" else choices(formats)
     found = found_in(default_store() if store is None else store, source)

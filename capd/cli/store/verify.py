@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,11 +19,12 @@ from capd.cli.progress import StatusLine
 from capd.cli.scheduling import ClusterOptions
 from capd.cli.stores import Given, default_store, is_run
 from capd.errors import ConfigError, NotAStore, NothingMatched, RemovedRun, StoreBusy, StoreError
-from capd.store.objects.address import Address, place_of
+from capd.store.objects.address import Address, RunPlace, place_of
 
 if TYPE_CHECKING:
     from capd.store.repair.result import Repair
     from capd.store.verify.damage import Report
+    from capd.store.verify.run import CheckEach
 
 __all__ = ["verify"]
 
@@ -87,11 +88,14 @@ def verify(
                 f"{store} is in an object store, which --repair, --rebuild-catalog and --adopt do not change; "
                 "bring the run here with `capd cp`, repair it, and upload it to another place"
             )
-        if cluster.is_used:
-            raise ConfigError(
-                "--scheduler checks runs on a file system; a run in an object store is checked by threads"
-            )
-        _verify_remote(store, listing=listing, as_json=as_json)
+        if listing and cluster.is_used:
+            raise ConfigError("--listing reads no shard, so there is nothing for --scheduler")
+        reports = _check_remote(store, cluster, workers, listing=listing)
+        if as_json:
+            print_json(_plain(reports, [], []))
+        else:
+            _print(reports)
+        raise typer.Exit(0 if all(report.ok for report in reports) else 4)
     if listing:
         raise ConfigError("--listing is for a run in an object store; a run on this machine has no listing")
     runs = _runs(store)
@@ -132,22 +136,40 @@ def _runs(store: Path | None) -> list[Path]:
     return kept
 
 
-def _verify_remote(place: Address, *, listing: bool, as_json: bool) -> NoReturn:
+def _check_remote(
+    place: Address, cluster: ClusterOptions, workers: int | None, *, listing: bool
+) -> list[Report]:
     from capd.store.remote.run import run_places
     from capd.store.verify.remote import verify_remote
 
-    places = [place] if place.is_run else run_places(place)
-    if not places:
+    runs = [place] if place.is_run else run_places(place)
+    if not runs:
         raise NotAStore(f"no run below {place}; name a run or a prefix of runs")
-    reports = []
-    for run in places:
+
+    def check(run: Address, **how: Any) -> Report:
         with StatusLine() as line:
-            reports.append(verify_remote(run, listing=listing, progress=partial(_draw, line, run.name)))
-    if as_json:
-        print_json(_plain(reports, [], []))
-    else:
-        _print(reports)
-    raise typer.Exit(0 if all(report.ok for report in reports) else 4)
+            return verify_remote(run, progress=partial(_draw, line, run.name), **how)
+
+    if not cluster.is_used:
+        return [check(run, listing=listing, threads=workers) for run in runs]
+    with _cluster(cluster, workers, runs) as checks_on:
+        return [check(run, checks_of=partial(checks_on, run)) for run in runs]
+
+
+@contextlib.contextmanager
+def _cluster(
+    cluster: ClusterOptions, workers: int | None, runs: Sequence[RunPlace]
+) -> Iterator[Callable[[RunPlace, Path], CheckEach]]:
+    """Open the cluster that checks some runs. Yield what returns the checks of a run with a directory of metadata."""
+    from capd.distributed.tasks.planning import place_text
+    from capd.server.limits import usable_cpus
+
+    cluster.refuse_checkpoint("a check")
+    task_nbytes, number = cluster.task_nbytes, workers or max(1, round(usable_cpus()))
+    with cluster.engine(number, [place_text(run) for run in runs]) as engine:
+        from capd.distributed.cluster.verifying import checks_on
+
+        yield lambda place, run: checks_on(engine, place, task_nbytes, run)
 
 
 def _repair(runs: list[Path], new: Path, *, as_json: bool) -> int:
@@ -239,15 +261,8 @@ def _draw(line: StatusLine, name: str, nbytes: int) -> None:
 def _check_all(runs: list[Path], cluster: ClusterOptions, workers: int | None) -> list[Report]:
     if not cluster.is_used:
         return [_check(run, threads=workers) for run in runs]
-    from capd.distributed.tasks.planning import place_text
-    from capd.server.limits import usable_cpus
-
-    cluster.refuse_checkpoint("a check")
-    task_nbytes, number = cluster.task_nbytes, workers or max(1, round(usable_cpus()))
-    with cluster.engine(number, [place_text(run) for run in runs]) as engine:
-        from capd.distributed.cluster.verifying import checks_on
-
-        return [_check(run, check_each=checks_on(engine, run, task_nbytes)) for run in runs]
+    with _cluster(cluster, workers, runs) as checks_on:
+        return [_check(run, check_each=checks_on(run, run)) for run in runs]
 
 
 def _check(run: Path, **how: Any) -> Report:

@@ -19,8 +19,9 @@ __all__ = ["Engine", "Job", "LostTask"]
 distributed: Any = import_extra("distributed", "distributed")
 Client: TypeAlias = Any
 Future: TypeAlias = Any
-# The tasks for each thread of the workers that are known to the scheduler at once.
-_WINDOW = 4
+# The tasks for each thread of the workers that are known to the scheduler at once: one runs, one waits. It rarely moves
+# a waiting task to another worker, so that more of them leave workers without work at the end.
+_WINDOW = 2
 
 
 class LostTask(NamedTuple):

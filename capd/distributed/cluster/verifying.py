@@ -11,6 +11,7 @@ from capd.distributed.cluster.engine import Engine, LostTask
 from capd.distributed.tasks.planning import place_text
 from capd.distributed.tasks.shards import check_task, reports_of, run_checks
 from capd.errors import CapdError
+from capd.store.objects.address import RunPlace
 from capd.store.verify.damage import Report
 from capd.store.verify.run import Check, CheckEach, Shard
 
@@ -21,13 +22,20 @@ _MOST_SHARDS = 4096
 _Step = Union[Report, Sequence[Shard]]
 
 
-def checks_on(engine: Engine, run: Path, task_nbytes: int) -> CheckEach:
-    """Return what checks shards on the workers, about `task_nbytes` of files in each task."""
+def checks_on(engine: Engine, place: RunPlace, task_nbytes: int, run: Path) -> CheckEach:
+    """Return what checks shards on the workers.
+
+    Args:
+        engine: The cluster.
+        place: The run as workers find it: a directory or an address.
+        task_nbytes: The bytes of files in each task, about.
+        run: The directory with the metadata of the run, which is checked here.
+    """
 
     def check_each(checks: Iterable[Check]) -> Iterator[Report]:
-        plan, place = uuid.uuid4().hex, place_text(run)
+        plan, named = uuid.uuid4().hex, place_text(place)
         steps = list(_steps(checks, task_nbytes))
-        tasks = (check_task(plan, place, step) for step in steps if not isinstance(step, Report))
+        tasks = (check_task(plan, named, step) for step in steps if not isinstance(step, Report))
         results = engine.ordered(run_checks, tasks)
         for step in steps:
             if isinstance(step, Report):
@@ -35,7 +43,7 @@ def checks_on(engine: Engine, run: Path, task_nbytes: int) -> CheckEach:
                 continue
             found = next(results)
             if isinstance(found, LostTask):
-                yield from _one_by_one(engine, plan, run, step)
+                yield from _one_by_one(engine, plan, named, run, step)
                 continue
             reports = reports_of(found, run)
             if len(reports) != len(step):
@@ -62,10 +70,12 @@ def _steps(checks: Iterable[Check], task_nbytes: int) -> Iterator[_Step]:
         yield shards
 
 
-def _one_by_one(engine: Engine, plan: str, run: Path, shards: Sequence[Shard]) -> Iterator[Report]:
+def _one_by_one(
+    engine: Engine, plan: str, place: str, run: Path, shards: Sequence[Shard]
+) -> Iterator[Report]:
     """Check shards of which one killed its workers."""
     for shard in shards:
-        found = engine.alone(run_checks, check_task(plan, place_text(run), [shard]))
+        found = engine.alone(run_checks, check_task(plan, place, [shard]))
         if isinstance(found, LostTask):
             report = Report(run)
             what = f"shard {shard.number} cannot be checked: {found.reason}"

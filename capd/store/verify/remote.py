@@ -1,37 +1,29 @@
 """Checks a run in an object store: that its objects are there, and everything that a local run is checked for.
 
-The documents and a catalog from the segments make a run in a temporary directory. Each shard comes there for its check
-alone.
+The documents and a catalog from the segments make a run in a temporary directory, and this is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from capd.errors import NotAStore, ObjectStoreError
-from capd.store.disk.files import make_directory
-from capd.store.disk.layout import node_directory
-from capd.store.format.frames import SeriesHeader
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Head
-from capd.store.remote.catalog_copy import write_catalog
 from capd.store.remote.node import RemoteNode
-from capd.store.remote.objects import NamedObject, download, named_objects, shard_object
+from capd.store.remote.objects import NamedObject, named_objects
 from capd.store.remote.run import RemoteRun
 from capd.store.segments.manifest import MANIFEST_NAME, node_prefix
-from capd.store.verify.damage import Damage, Kind, Report
-from capd.store.verify.run import verify_run
+from capd.store.verify.damage import Damage, Report
+from capd.store.verify.fetched import FetchedRun, damage_of
+from capd.store.verify.run import CheckEach, check_shards_here, verify_run
 
-__all__ = ["verify_remote"]
+__all__ = ["readable_nodes", "verify_remote"]
 
 _THREADS = 8
-_DOWNLOADS = 16
 
 
 def verify_remote(
@@ -40,6 +32,7 @@ def verify_remote(
     listing: bool = False,
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
+    checks_of: Callable[[Path], CheckEach] | None = None,
 ) -> Report:
     """Check everything of a run in an object store that its manifests name.
 
@@ -48,6 +41,7 @@ def verify_remote(
         listing: Only compare the names and sizes of the objects, by one listing. No shard is read.
         progress: A function that is called with the bytes read so far.
         threads: The number of threads. None: one per CPU core, at most 8.
+        checks_of: Returns what checks the shards elsewhere, for the directory that has the rest of the run.
 
     Raises:
         NotAStore: It is not a run, or a newer capd wrote it.
@@ -55,7 +49,7 @@ def verify_remote(
     """
     run = RemoteRun(place)
     report = Report(place)
-    nodes = list(_nodes(run, report))
+    nodes = list(readable_nodes(run, report))
     if not report.ok:
         return report
     report.damaged += _without_manifest(run)
@@ -68,12 +62,18 @@ def verify_remote(
         return report
     # Missing objects are damage already; the check of their series names the records.
     there = [one for one in named if one.key in heads]
-    with tempfile.TemporaryDirectory(prefix="capd-verify-") as directory:
-        files = _Files(run, nodes, Path(directory) / place.name)
-        without = files.prepare(there)
+    files = FetchedRun(run, nodes)
+    with contextlib.closing(files):
+        files.fetch(there)
+        without = files.write_catalogs()
         report.damaged += without
         if not without and "zarr.json" in heads:
-            _check_files(files, report, progress, threads)
+            checks = (
+                check_shards_here(_threads(threads), files.present)
+                if checks_of is None
+                else checks_of(files.path)
+            )
+            _check_files(files, report, progress, checks)
         report.damaged += files.damaged.values()
     report.notes += _leftovers(named, heads)
     report.damaged = list(dict.fromkeys(report.damaged))
@@ -81,15 +81,18 @@ def verify_remote(
     return report
 
 
+def _threads(asked: int | None) -> int:
+    return asked or min(_THREADS, len(os.sched_getaffinity(0)))
+
+
 def _check_files(
-    files: _Files, report: Report, progress: Callable[[int], None] | None, threads: int | None
+    files: FetchedRun, report: Report, progress: Callable[[int], None] | None, checks: CheckEach
 ) -> None:
     """Check the files as a run on this machine, and add what is found."""
-    threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
     try:
-        checked = verify_run(files.run, progress=progress, threads=threads, present=files.present)
+        checked = verify_run(files.path, progress=progress, check_each=checks)
     except NotAStore as error:
-        what = str(error).replace(str(files.run), str(report.run))
+        what = str(error).replace(str(files.path), str(report.run))
         report.damaged.append(Damage("run", "", (), "zarr.json", None, what))
         return
     report.series, report.records, report.nbytes = checked.series, checked.records, checked.nbytes
@@ -97,7 +100,7 @@ def _check_files(
     report.notes += checked.notes
 
 
-def _nodes(run: RemoteRun, report: Report) -> Iterator[RemoteNode]:
+def readable_nodes(run: RemoteRun, report: Report) -> Iterator[RemoteNode]:
     """Yield the nodes whose manifest and series segment are sound. The others are damage."""
     for name in run.names():
         try:
@@ -121,16 +124,9 @@ def _differences(named: list[NamedObject], heads: Mapping[str, Head]) -> Iterato
     for one in named:
         head = heads.get(one.key)
         if head is None:
-            yield _damage(one, "the manifest names it, but there is no such object")
+            yield damage_of(one, "the manifest names it, but there is no such object")
         elif one.nbytes is not None and head.nbytes != one.nbytes:
-            yield _damage(one, f"it has {head.nbytes} bytes, and {one.nbytes} in the manifest")
-
-
-def _damage(one: NamedObject, what: str) -> Damage:
-    kind: Kind = "shard" if one.shard is not None else "metadata" if one.series else "catalog"
-    if not one.node:
-        kind = "run" if one.key == "zarr.json" else "metadata"
-    return Damage(kind, one.series, (), one.key, None, what, one.node)
+            yield damage_of(one, f"it has {head.nbytes} bytes, and {one.nbytes} in the manifest")
 
 
 def _leftovers(named: list[NamedObject], heads: Mapping[str, Head]) -> Iterator[str]:
@@ -139,66 +135,3 @@ def _leftovers(named: list[NamedObject], heads: Mapping[str, Head]) -> Iterator[
         # An earlier generation stays for its readers.
         if key not in known and not key.startswith(".capd/"):
             yield f"{key}: is not part of the run"
-
-
-class _Files:
-    """The files of a run in a temporary directory. run: its path. damaged: what differs from the manifest, by key."""
-
-    def __init__(self, source: RemoteRun, nodes: list[RemoteNode], run: Path) -> None:
-        self.run = run
-        self.damaged: dict[str, Damage] = {}
-        self._source, self._nodes = source, nodes
-        self._lock = threading.Lock()
-
-    def prepare(self, there: list[NamedObject]) -> list[Damage]:
-        """Write documents and catalogs, and an empty file in place of each shard. Return what cannot be had."""
-        for node in self._nodes:
-            make_directory(node_directory(self.run, node.name) / "spool")
-        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="capd-get") as pool:
-            list(pool.map(self._fetch, [one for one in there if one.shard is None]))
-        for one in there:
-            if one.shard is not None:
-                self._hide(self.run / one.key, one.nbytes or 0)
-        found = []
-        for node in self._nodes:
-            try:
-                write_catalog(node, node_directory(self.run, node.name))
-            except ObjectStoreError as error:
-                if error.reason not in ("other", "missing"):
-                    raise
-                file = f"{node_prefix(node.name)}/{node.manifest.series.name}"
-                found.append(Damage("catalog", "", (), file, None, str(error), node.name))
-        return found
-
-    @contextlib.contextmanager
-    def present(self, header: SeriesHeader, shard: int) -> Iterator[None]:
-        """Have a shard in its file for the time of a check."""
-        one = shard_object(self._nodes, header, shard)
-        if one is None or not (self.run / one.key).exists():
-            yield
-            return
-        self._fetch(one)
-        try:
-            yield
-        finally:
-            self._hide(self.run / one.key, one.nbytes or 0)
-
-    def _fetch(self, one: NamedObject) -> None:
-        try:
-            differs = download(self._source.bucket, one, self.run)
-        except FileNotFoundError:
-            differs = "the manifest names it, but there is no such object"
-        with self._lock:
-            # A second look may find it sound.
-            self.damaged.pop(one.key, None)
-            if differs:
-                self.damaged[one.key] = _damage(one, differs)
-        if one.key.startswith(".capd/"):
-            # The local run has a catalog instead.
-            (self.run / one.key).unlink(missing_ok=True)
-
-    def _hide(self, file: Path, nbytes: int) -> None:
-        """Replace a file by one of the same size without blocks on the disk."""
-        make_directory(file.parent)
-        with open(file, "wb") as empty:
-            empty.truncate(nbytes)

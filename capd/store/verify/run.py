@@ -77,7 +77,6 @@ def verify_run(
     *,
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
-    present: Present = _is_present,
     check_each: CheckEach | None = None,
 ) -> Report:
     """Check everything in a run.
@@ -86,7 +85,6 @@ def verify_run(
         run: The directory of the run.
         progress: A function that is called with the bytes read so far.
         threads: The number of threads. None: one per CPU core, at most 8.
-        present: What makes the file of a shard present while it is checked.
         check_each: Checks shards and yields what it found in each, in order. None: `check_shards_here`.
 
     Raises:
@@ -104,7 +102,7 @@ def verify_run(
         report.add(node.report)
     for group, problem in group_documents(run):
         report.find("metadata", group, problem)
-    for found in (check_each or check_shards_here(threads, present))(_checks(run, ids, nodes, report)):
+    for found in (check_each or check_shards_here(threads))(_checks(run, ids, nodes, report)):
         report.add(found)
         if progress is not None:
             progress(report.nbytes)

@@ -66,6 +66,8 @@ def test_without_dask_the_extra_is_named(run: Path) -> None:
         (("--scheduler", "processes", "--task-bytes", "lots"), 2, "--task-bytes"),
         (("--scheduler", "processes", "--memory-limit", "1MiB"), 2, "give --memory-limit 65MiB or more"),
         (("--checkpoint", "there"), 2, "--checkpoint is for tasks"),
+        (("--task-bytes", "64MiB"), 2, "--task-bytes is for tasks"),
+        (("--retries", "0"), 2, "--retries is for tasks"),
         (("--sweep-scale", "--memory-limit", "1GiB"), 2, "--memory-limit is for tasks"),
     ],
 )

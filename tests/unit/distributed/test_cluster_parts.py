@@ -114,7 +114,7 @@ def test_a_worker_that_checks_too_few_shards_is_found(tmp_path: Path) -> None:
 
     run = varied_run(tmp_path, long=2)
     with pytest.raises(CapdError, match=r"a worker checked 0 of \d+ shards"):
-        verify_run(run, check_each=checks_on(Fewer(), run, 1 << 30))  # type: ignore[arg-type]
+        verify_run(run, check_each=checks_on(Fewer(), run, 1 << 30, run))  # type: ignore[arg-type]
 
 
 def test_a_changed_byte_ends_what_a_checkpoint_has(tmp_path: Path) -> None:
