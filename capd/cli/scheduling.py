@@ -34,7 +34,6 @@ TaskBytes = Annotated[
     str | None,
     option("--task-bytes", "SIZE", "Records of each task; 64MiB to 512MiB are good sizes [default: 256MiB]."),
 ]
-_RETRIES = 2
 
 
 def task_size(given: str | None) -> int:
@@ -64,9 +63,7 @@ class ClusterOptions:
     ] = None
     retries: Annotated[
         int | None,
-        option(
-            "--retries", "N", f"How often a failed task runs again [default: {_RETRIES}].", min=0, max=100
-        ),
+        option("--retries", "N", "How often a failed task runs again [default: 2].", min=0, max=100),
     ] = None
     checkpoint: Annotated[
         Path | None,
@@ -111,7 +108,7 @@ class ClusterOptions:
             scheduler=self.scheduler,
             workers=workers,
             memory_limit=None if limit is None else size_of("--memory-limit", limit, (1, 1 << 50)),
-            retries=_RETRIES if self.retries is None else self.retries,
+            retries=ClusterSettings.retries if self.retries is None else self.retries,
         )
 
     @contextlib.contextmanager
