@@ -58,7 +58,7 @@ def test_all_runs_of_a_prefix(capd: Capd, tmp_path: Path, prefix: Address) -> No
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("quick", [(), ("--quick",)])
+@pytest.mark.parametrize("quick", [pytest.param((), marks=pytest.mark.slow), ("--quick",)])
 def test_a_report_is_the_same(capd: Capd, tmp_path: Path, prefix: Address, quick: tuple[str, ...]) -> None:
     run = written(tmp_path)
     place = publish(run, prefix)

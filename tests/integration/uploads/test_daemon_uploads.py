@@ -239,6 +239,7 @@ def test_without_the_extra_the_start_is_refused_in_one_line(tmp_path: Path) -> N
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_is_one_line_beside_a_run_with_nothing_to_upload(
     tmp_path: Path, made: list[DaemonProcess], bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
