@@ -33,7 +33,10 @@ ON_REMOVAL = {
 }
 # tests/cli/copying kills the commands there.
 ON_COPIES = {name for name in failpoints.NAMES if name.startswith("copy.")}
-ON_THE_WAY = [name for name in failpoints.NAMES if name not in ON_DAMAGE | ON_REMOVAL | ON_COPIES]
+# tests/integration/uploads kills a daemon at those, and tests/unit/store/upload/test_moving.py at each of the second.
+ON_UPLOADS = {name for name in failpoints.NAMES if name.startswith(("upload.", "move."))}
+ELSEWHERE = ON_DAMAGE | ON_REMOVAL | ON_COPIES | ON_UPLOADS
+ON_THE_WAY = [name for name in failpoints.NAMES if name not in ELSEWHERE]
 ACTIONS = ("kill", "error", "enospc")
 
 
