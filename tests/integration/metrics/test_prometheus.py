@@ -31,6 +31,7 @@ def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> 
         made.append(
             DaemonProcess(runtime_dir / "store", runtime_dir / "s.sock", "--metrics", "127.0.0.1:0",
                           "--metrics-token-file", str(token), "--durability", "durable",
+                          "--upload-to", f"file://{tmp_path}/uploaded",
                           env={**os.environ, "CAPD_RUN_MAX": "100GB"})
         )  # fmt: skip
         daemon = made[0]
