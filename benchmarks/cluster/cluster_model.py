@@ -15,7 +15,9 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ STORE_RATE = 20e9
 
 def measured_alone(run: str, task_nbytes: int, side_by_side: int) -> Row:
     """Measure tasks in processes without Dask: the rate of each process, the spread, the time of a merge."""
-    tasks = [msgspec.json.encode(task) for task in plan_of(run, task_nbytes).tasks]
+    plan = plan_of(run, task_nbytes)
+    tasks = [msgspec.json.encode(task) for task in plan.tasks]
     with multiprocessing.get_context("spawn").Pool(side_by_side, _begin) as pool:
         pool.map(_warm, [tasks[0]] * side_by_side, 1)
         spent = pool.map(_timed, tasks, 1)
@@ -59,7 +62,7 @@ def measured_alone(run: str, task_nbytes: int, side_by_side: int) -> Row:
     begin = time.perf_counter()
     merge_partials((results * FAN_IN)[:FAN_IN] if len(results) < FAN_IN else results[:FAN_IN])
     return {
-        "rate": len(tasks) * task_nbytes / sum(seconds),
+        "rate": plan.nbytes / sum(seconds),
         "spread": statistics.stdev(seconds) / statistics.mean(seconds) if len(seconds) > 1 else 0.0,
         "merge_s": time.perf_counter() - begin,
     }
@@ -107,36 +110,24 @@ def curve(known: Constants, nbytes: float, task_nbytes: float) -> list[dict[str,
     ]
 
 
-def main() -> None:
-    parser = options(__doc__, rounds=3, directory=memory_directory())
-    parser.add_argument("--mb", type=int, default=1024, help="of raw bfloat16 in the run")
-    args = parser.parse_args()
-    records = 8 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
-    task_nbytes = min(TASK_NBYTES, records // 4 * RECORD_NBYTES)
-    with work_directory(args.directory) as root:
-        run = child("benchmarks.cluster.gathering:prepare", root=str(root), records=records)["run"]
-        tasks = len(plan_of(run, task_nbytes).tasks)
-        there = {"run": run, "task_nbytes": task_nbytes, "settles_heap": True}
-        gathering = "benchmarks.cluster.gathering:there"
-        rows = {
-            name: medians(each)
-            for name, each in interleave(
-                {
-                    "alone": lambda: child(
-                        f"{MODULE}:measured_alone", run=run, task_nbytes=task_nbytes, side_by_side=1
-                    ),
-                    "1": lambda: child(gathering, workers=1, **there),
-                    "side": lambda: child(
-                        f"{MODULE}:measured_alone", run=run, task_nbytes=task_nbytes, side_by_side=2
-                    ),
-                    "2": lambda: child(gathering, workers=2, **there),
-                    "scheduler": lambda: child(f"{MODULE}:measured_scheduler", run=run),
-                    "store": lambda: child(f"{MODULE}:measured_store", run=run),
-                },
-                args.rounds,
-            ).items()
-        }
-    known = {
+def measured(run: str, task_nbytes: int, rounds: int) -> dict[str, Row]:
+    """Return the medians of everything that is measured, over interleaved rounds."""
+    alone, there = f"{MODULE}:measured_alone", "benchmarks.cluster.gathering:there"
+    of_tasks = {"run": run, "task_nbytes": task_nbytes}
+    variants: dict[str, Callable[[], Row]] = {
+        "alone": partial(child, alone, side_by_side=1, **of_tasks),
+        "1": partial(child, there, workers=1, settles_heap=True, **of_tasks),
+        "side": partial(child, alone, side_by_side=2, **of_tasks),
+        "2": partial(child, there, workers=2, settles_heap=True, **of_tasks),
+        "scheduler": partial(child, f"{MODULE}:measured_scheduler", run=run),
+        "store": partial(child, f"{MODULE}:measured_store", run=run),
+    }
+    return {name: medians(each) for name, each in interleave(variants, rounds).items()}
+
+
+def constants_of(rows: dict[str, Row]) -> dict[int, Constants]:
+    """Return the constants of one worker alone, and of two side by side."""
+    return {
         workers: Constants(
             worker_rate=rows[name]["rate"],
             task_s=rows["scheduler"]["task_s"],
@@ -146,6 +137,10 @@ def main() -> None:
         )
         for workers, name in ((1, "alone"), (2, "side"))
     }
+
+
+def show_constants(known: dict[int, Constants]) -> None:
+    """Print what was measured."""
     table(
         ["measured", "MB/s each", "ms a task", "ms a merge", "store MB/s", "spread %"],
         [
@@ -160,27 +155,40 @@ def main() -> None:
             for workers, one in known.items()
         ],
     )
-    checks, compared = [], []
-    for workers, one in known.items():
-        predicted, measured = (
-            simulated_s(one, workers, tasks, records * RECORD_NBYTES / tasks),
-            rows[str(workers)]["wall_s"],
-        )
-        compared.append({"workers": workers, "predicted_s": predicted, "measured_s": measured})
-        checks.append(verdict(f"{workers} workers: predicted over measured", predicted / measured, 1 - NEAR))
-        checks.append(
-            verdict(
-                f"{workers} workers: predicted over measured", predicted / measured, 1 + NEAR, at_most=True
-            )
-        )
-    cluster = replace(known[1], store_rate=STORE_RATE)
-    curves = {f"{size} TB": curve(cluster, size * 1e12, 512 << 20) for size in (10, 1)}
+
+
+def show_curves(curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Print what is predicted."""
     for name, each in curves.items():
         print(f"\nPredicted for {name} in tasks of 512 MiB, with a store of {STORE_RATE / 1e9:g} GB/s:")
         table(
             ["workers", "hours", "times faster"],
             [[str(one["workers"]), one["hours"], one["speedup"]] for one in each],
         )
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=3, directory=memory_directory())
+    parser.add_argument("--mb", type=int, default=1024, help="of raw bfloat16 in the run")
+    args = parser.parse_args()
+    records = 8 if args.quick else max(16, args.mb * 10**6 // RECORD_NBYTES)
+    task_nbytes = min(TASK_NBYTES, records // 4 * RECORD_NBYTES)
+    with work_directory(args.directory) as root:
+        run = child("benchmarks.cluster.gathering:prepare", root=str(root), records=records)["run"]
+        tasks = len(plan_of(run, task_nbytes).tasks)
+        rows = measured(run, task_nbytes, args.rounds)
+    known = constants_of(rows)
+    show_constants(known)
+    checks, compared = [], []
+    for workers, one in known.items():
+        predicted_s = simulated_s(one, workers, tasks, records * RECORD_NBYTES / tasks)
+        measured_s = rows[str(workers)]["wall_s"]
+        compared.append({"workers": workers, "predicted_s": predicted_s, "measured_s": measured_s})
+        what, ratio = f"{workers} workers: predicted over measured", predicted_s / measured_s
+        checks += [verdict(what, ratio, 1 - NEAR), verdict(what, ratio, 1 + NEAR, at_most=True)]
+    cluster = replace(known[1], store_rate=STORE_RATE)
+    curves = {f"{size} TB": curve(cluster, size * 1e12, 512 << 20) for size in (10, 1)}
+    show_curves(curves)
     constants = {str(workers): asdict(one) for workers, one in known.items()}
     found = {
         "rounds": args.rounds,

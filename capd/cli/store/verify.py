@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -90,12 +90,7 @@ def verify(
             )
         if listing and cluster.is_used:
             raise ConfigError("--listing reads no shard, so there is nothing for --scheduler")
-        reports = _check_remote(store, cluster, workers, listing=listing)
-        if as_json:
-            print_json(_plain(reports, [], []))
-        else:
-            _print(reports)
-        raise typer.Exit(0 if all(report.ok for report in reports) else 4)
+        _end(_check_remote(store, cluster, workers, listing=listing), [], as_json=as_json)
     if listing:
         raise ConfigError("--listing is for a run in an object store; a run on this machine has no listing")
     runs = _runs(store)
@@ -105,7 +100,11 @@ def verify(
     if rebuild or adopt is not None:
         with _warnings_on_stderr():
             changed = list(_change(runs, adopt=adopt))
-    reports = _check_all(runs, cluster, workers)
+    _end(_check_all(runs, cluster, workers), changed, as_json=as_json)
+
+
+def _end(reports: list[Report], changed: list[dict[str, str]], *, as_json: bool) -> NoReturn:
+    """Print what was changed and found, and end the command."""
     if as_json:
         print_json(_plain(reports, changed, []))
     else:
