@@ -184,9 +184,10 @@ class Relay(BaseHTTPRequestHandler):
             for limit in (cut_at, stop_at):
                 piece = piece if limit is None else piece[: max(0, limit - request.sent)]
             if piece:
+                # before the bytes, so that a client that has them all has waited for all of them
+                self._wait_for(len(piece))
                 request.sent += len(piece)
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
-                self._wait_for(len(piece))
             if cut_at is not None and request.sent >= cut_at:
                 return False
         if chunked:
@@ -206,8 +207,8 @@ class Relay(BaseHTTPRequestHandler):
                     raise ConnectionError("the client has gone")
                 left -= len(piece)
                 request.received += len(piece)
-                yield piece
                 self._wait_for(len(piece))
+                yield piece
 
     def _chunks(self) -> Iterator[int]:
         while nbytes := int(self.rfile.readline(PIECE_NBYTES).split(b";")[0], 16):
