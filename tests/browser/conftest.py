@@ -53,6 +53,11 @@ class Opened:
     def text(self, selector: str = "main") -> str:
         return str(self.page.inner_text(selector))
 
+    def unfold(self) -> None:
+        """Open the numbers of the first figure. The browser tells the page later, and the page makes its table then."""
+        self.page.locator("main summary").first.click()
+        self.page.locator("main details table tbody tr").first.wait_for()
+
     def choose(self, label: str, option: str) -> None:
         self.page.get_by_label(label, exact=True).first.select_option(label=option)
         self.settle()

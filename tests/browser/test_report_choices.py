@@ -87,17 +87,12 @@ def rows_of(shown: Opened, place: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def unfold(shown: Opened) -> None:
-    shown.page.locator("main summary").first.click()
-    shown.page.locator("main details table tbody tr").first.wait_for()
-
-
 def test_the_boxes_of_a_tensor_are_its_own_quantiles(opened: Open, made: tuple[Path, Values]) -> None:
     shown = opened(made[0])
     shown.go("layers")
     assert shown.page.locator(".boxes rect").count() == len(TYPES) * len(LAYERS)
     shown.choose("tensor", "grad_output")
-    unfold(shown)
+    shown.unfold()
     found = rows_of(shown)
     assert len(found) == len(TYPES) * len(LAYERS)
     for row in found:
@@ -268,7 +263,7 @@ def test_several_runs_stand_side_by_side(opened: Open, made: tuple[Path, Values]
     shown.go("layers")
     shown.choose("tensor", "input")
     shown.choose("quant type", "other: bf16")
-    unfold(shown)
+    shown.unfold()
     for row in rows_of(shown):
         own = of_tensor(values, "bf16", "input", int(row["layer"]))
         assert number(row["std"]) == pytest.approx(own.std(dtype=np.float64), rel=1e-3)

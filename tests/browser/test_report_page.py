@@ -337,8 +337,7 @@ def test_a_legend_entry_hides_its_line_and_the_numbers_stand_behind_the_figure(
     assert entry.get_attribute("aria-pressed") == "true"
     entry.click()
     assert entry.get_attribute("aria-pressed") == "false"
-    shown.page.locator("summary").first.click()
-    shown.page.locator("details table tbody tr").first.wait_for()  # filled when it is opened
+    shown.unfold()
     total, more = 0, shown.page.locator("details").first.get_by_role("button", name="More →")
     while True:
         counts = shown.page.locator("details table tbody tr td:nth-child(3)").all_inner_texts()
@@ -425,7 +424,7 @@ def test_scalars_are_drawn_above_the_iterations_on_the_same_axis(opened: Open, t
     assert legends[:2] == ["meansmallestlargest", "rate"]
     marks = "(plot) => plot.querySelector('.u-over').getBoundingClientRect().left"
     assert len({shown.page.locator(".plot").nth(at).evaluate(marks) for at in range(3)}) == 1
-    shown.page.locator("summary").first.click()
+    shown.unfold()
     rows = shown.page.locator("main details table").first.locator("tbody tr").all_text_contents()
     # The numbers of a column are of like size, and have as many decimals.
     assert rows == ["021.03.0", "122.02.0", "221.52.5", "321.03.0"]
