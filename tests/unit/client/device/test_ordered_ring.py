@@ -264,7 +264,7 @@ def test_a_wait_keeps_no_tensor_of_the_job(peer: Peer, rig: MakeRig) -> None:
 
 def test_a_wait_for_another_streams_copies_that_was_in_vain_is_not_repeated(peer: Peer, rig: MakeRig) -> None:
     device = FakeDevice(nbytes=MIB)
-    r = rig(device, by_hand=True, ordered=True, policy="block", max_block_ms=300.0, arena_bytes=8 * MIB)
+    r = rig(device, by_hand=True, ordered=True, policy="block", max_block_ms=1000.0, arena_bytes=8 * MIB)
     for n in range(5):
         r.offer(part(n))
     assert device.held_back
@@ -272,7 +272,7 @@ def test_a_wait_for_another_streams_copies_that_was_in_vain_is_not_repeated(peer
     began = time.monotonic()
     for n in range(6):
         r.offer(part(n))
-    assert 0.29 < time.monotonic() - began < 1.5
+    assert 0.99 < time.monotonic() - began < 5
     assert r.session.snapshot().dropped == {"ring_full": 6}
     r.finish()
     r.offer(part(7))

@@ -285,12 +285,12 @@ def test_between_two_parts_there_is_a_pause_as_long_as_locking_took_which_leavin
     pin.close(lambda: None)
     assert ended()
 
-    driver.takes_s, pin = 0.5, Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
+    driver.takes_s, pin = 2.0, Pinning(growing, RateLimitedLog(), chunk_nbytes=CHUNK)
     pin.start(DEVICE)
     wait_until(lambda: pin.part_end(growing.start))
     started = time.monotonic()
     pin.close(lambda: None)
-    assert time.monotonic() - started < 0.3
+    assert time.monotonic() - started < 1.8
     assert driver.locked == []
 
 
