@@ -55,7 +55,7 @@ def run_capd(*args: str | Path, cwd: Path | None = None, **environ: str) -> Resu
     pytest.importorskip("typer", reason="the command line needs typer")
     done = forking.run(
         [sys.executable, "-m", "capd", *map(str, args)],
-        capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **environ}, check=False,
+        capture_output=True, text=True, timeout=100, cwd=cwd, env={**os.environ, **environ}, check=False,
     )  # fmt: skip
     return Result(done.returncode, done.stdout, done.stderr)
 
