@@ -290,7 +290,7 @@ def test_between_two_parts_there_is_a_pause_as_long_as_locking_took_which_leavin
     wait_until(lambda: pin.part_end(growing.start))
     started = time.monotonic()
     pin.close(lambda: None)
-    assert time.monotonic() - started < 1.8
+    assert time.monotonic() - started < 1.2
     assert driver.locked == []
 
 
