@@ -1,9 +1,10 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]` and `[retention]` belong to the
-daemon. Its other keys belong to the training job, which reads the same file (`capd_client.config.settings`). Every
-daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` is read from the file alone.
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]`, `[retention]` and `[[trigger]]` belong
+to the daemon. Its other keys belong to the training job, which reads the same file (`capd_client.config.settings`).
+Every daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` and `[[trigger]]` are
+read from the file alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,11 +31,12 @@ from capd_client.config.sizes import parse_amount, parse_size
 from capd_client.config.values import store_root
 
 if TYPE_CHECKING:
+    from capd.rules.schema import TriggerSettings
     from capd.store.upload.move_policy import MovePolicy
 
 __all__ = [
     "DaemonSettings", "Resolved", "RetentionSettings", "config_path", "load_daemon_settings", "load_retention",
-    "misspelt_variables", "read_daemon_table", "read_file", "resolve_daemon",
+    "load_triggers", "misspelt_variables", "read_daemon_table", "read_file", "resolve_daemon",
 ]  # fmt: skip
 
 CONFIG_NAME = "capd.toml"
@@ -265,6 +267,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problems = job_problems_of(table)
+    if "trigger" in table:
+        from capd.rules.schema import trigger_problems
+
+        problems += trigger_problems(table["trigger"])
     for name, problems_of in _PROBLEMS.items():
         if isinstance(table.get(name, {}), dict):
             problems += problems_of(table.get(name, {}))
@@ -354,6 +360,27 @@ def load_retention(environ: Mapping[str, str] = os.environ, path: Path | None = 
         return RetentionSettings()
     read_daemon_table(file)
     return RetentionSettings.model_validate(read_file(file)[0].get("retention", {}))
+
+
+def load_triggers(
+    environ: Mapping[str, str] = os.environ, path: Path | None = None
+) -> Sequence[TriggerSettings]:
+    """Return the tables [[trigger]] of the capd.toml in effect; empty without any.
+
+    Raises:
+        ConfigError: A key of the file is unknown or has a bad value.
+    """
+    file = config_path(environ, path)
+    if file is None:
+        return ()
+    read_daemon_table(file)
+    tables = read_file(file)[0].get("trigger", ())
+    if not tables:
+        return ()
+    # A daemon without rules does not need them.
+    from capd.rules.schema import parse_triggers
+
+    return parse_triggers(tables)
 
 
 def load_daemon_settings(

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 __all__ = [
     "NO_RANK",
+    "AlertStats",
     "DaemonStats",
     "QuotaUse",
     "RankControl",
@@ -143,11 +144,46 @@ class UploadStats(_Model):
     kept_shards: int = 0
 
 
+class AlertStats(_Model):
+    """The rules of one daemon, `[[trigger]]` in capd.toml. Numbers count since its start.
+
+    Attributes:
+        rules: The number of rules.
+        alerts: The alerts.
+        suppressed: The firings that a cooldown or a limit of a day kept quiet.
+        records: The committed records that the rules were offered.
+        records_left_out: Those that were not judged, because too many waited.
+        series_forgotten: The times that a rule had to forget a series for another one.
+        not_stored: The alerts that are in no file, because it could not be written.
+        commands_failed: The commands that could not be started, failed, or took too long.
+        commands_left_out: The commands that were not run, because too many waited.
+        last: The text of the last alert; null without one.
+        last_ns: Its time, as nanoseconds since 1970.
+        last_severity: Its severity.
+        last_run: Its run.
+    """
+
+    rules: int
+    alerts: int
+    suppressed: int
+    records: int
+    records_left_out: int
+    series_forgotten: int
+    not_stored: int
+    commands_failed: int
+    commands_left_out: int
+    last: str | None
+    last_ns: int | None
+    last_severity: Literal["info", "warning", "critical"] | None
+    last_run: str | None
+
+
 class DaemonStats(_Model):
     """The state of one daemon. Disk sizes are in bytes.
 
     Attributes:
         upload: Its uploads; null without any.
+        alerts: Its rules and their alerts; null without rules.
         arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
         refused_connections: The refused connections by code.
     """
@@ -167,6 +203,7 @@ class DaemonStats(_Model):
     refused_connections: dict[str, int]
     runs: list[RunStats]
     upload: UploadStats | None = None
+    alerts: AlertStats | None = None
 
 
 class Selected(_Model):

@@ -14,6 +14,7 @@ from capd.copying.records import RecordWriter
 from capd.copying.remote import bring_run, files_at
 from capd.errors import NothingMatched, StoreBusy
 from capd.server.runs.root_lock import reading_lock
+from capd.store.alerts.file import write_alerts
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import nodes_of
 from capd.store.format.frames import RecordRow
@@ -185,6 +186,14 @@ def _copy_records(
         for node, session in store.sessions_by_node():
             writer.store(node).save_session(session)
         writer.finish()
+    iterations = Ranges(part.iterations)
+    write_alerts(
+        root / f"{name}.zarr",
+        {
+            node: [one for one in alerts if one.iteration in iterations]
+            for node, alerts in store.alerts_by_node().items()
+        },
+    )
     failpoint("copy.after_records")
     return _sum(parts, 0)
 

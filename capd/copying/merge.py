@@ -17,6 +17,8 @@ from capd.copying.copy import is_quiet
 from capd.copying.files import Progress, link_file
 from capd.copying.records import RecordWriter
 from capd.errors import ConfigError, NothingMatched, StoreError
+from capd.store.alerts.alert import Alert
+from capd.store.alerts.file import write_alerts
 from capd.store.catalog.rows import SessionRow
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import make_directory, rename, sync_paths, write_file
@@ -218,7 +220,18 @@ def _write(sources: Sequence[MergeSource], built: Building, progress: Progress) 
                 if row.client not in source.shared:
                     writer.store(node).save_session(_shifted(row, source))
         writer.finish()
+    write_alerts(built.run, _alerts(sources))
     failpoint("copy.after_records")
+
+
+def _alerts(sources: Sequence[MergeSource]) -> dict[str, list[Alert]]:
+    """Return the alerts of all runs by node, in order of time. An alert that two runs have comes once."""
+    found: dict[str, list[Alert]] = {}
+    for source in sources:
+        for node, alerts in source.store.alerts_by_node().items():
+            held = found.setdefault(node, [])
+            held += [one for one in alerts if one not in held]
+    return {node: sorted(alerts, key=lambda one: one.time_ns) for node, alerts in found.items()}
 
 
 def _shift_of(source: MergeSource) -> Callable[[RecordRow], int]:

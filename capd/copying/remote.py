@@ -11,9 +11,10 @@ import google_crc32c
 
 from capd.copying.files import Progress
 from capd.errors import ObjectStoreError
+from capd.store.alerts.file import ALERTS_NAME
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
-from capd.store.disk.files import make_directory, sync_paths, unlink
+from capd.store.disk.files import make_directory, sync_paths, unlink, write_file
 from capd.store.disk.layout import node_directory
 from capd.store.disk.power import mount_of
 from capd.store.documents.json_document import document_in
@@ -66,6 +67,8 @@ def bring_run(source: Address, target: Path, progress: Progress) -> int:
         for path in directory.glob(f"{CATALOG_NAME}*"):
             unlink(path)
         write_catalog(node, directory, mount_of(target))
+        if lines := node.alert_lines():
+            write_file(directory / ALERTS_NAME, lines)
     files = [path for path in target.rglob("*") if path.is_file()]
     sync_paths(files, target)
     sync_paths({path.parent for path in files} | {target}, target)

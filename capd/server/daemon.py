@@ -18,8 +18,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from capd._version import __version__
 from capd.config import DaemonSettings
@@ -61,6 +62,10 @@ from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
 from capd_client.config.sizes import amount_nbytes, default_max_disk
 
+if TYPE_CHECKING:
+    from capd.rules.schema import TriggerSettings
+    from capd.server.rules.watch import RuleWatch
+
 __all__ = ["Daemon", "node_name"]
 
 logger = logging.getLogger(__name__)
@@ -72,6 +77,8 @@ _ALONE_S = 30.0
 _RESERVED_FILES = 64
 # The end of the removal of one run. It is completed later if it takes longer.
 _RETENTION_S = 5.0
+# The records that rules have not judged yet, and the commands of their alerts.
+_RULES_S = 3.0
 # Its socket, the process handle, two descriptors of the arena, and one more during its check.
 _FILES_PER_CONNECTION = 5
 _MAX_CONNECTIONS = 1024
@@ -93,6 +100,7 @@ class Daemon:
         parent: int | None = None,
         retention: Policy | None = None,
         *,
+        triggers: Sequence[TriggerSettings] = (),
         once: bool = False,
     ) -> None:
         """Remember the settings. Nothing is touched before `run`.
@@ -102,12 +110,15 @@ class Daemon:
             parent: The pid of a process that started this daemon for itself. The daemon stops when that process is
                 gone and no rank has been here for _LINGER_S. It then removes the directory of its socket.
             retention: The runs that stay. None or empty: no run is ever removed.
+            triggers: The rules that judge what is captured.
             once: The daemon also stops when there were ranks and the last one has been gone for `idle_seal_s`.
         """
         self._settings = settings
         self._policy = retention or Policy()
         self._retention: Retention | None = None
         self._uploads: Uploads | None = None
+        self._triggers = triggers
+        self._rules: RuleWatch | None = None
         self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
@@ -171,6 +182,7 @@ class Daemon:
             refused_connections=dict(self._listener.refused),
             runs=self._registry.stats(run_id),
             upload=None if self._uploads is None else self._uploads.stats(),
+            alerts=None if self._rules is None else self._rules.stats(),
         )
 
     @property
@@ -198,6 +210,8 @@ class Daemon:
         if settings.upload_to is not None:
             # Before the store is touched: an address that cannot be used stops the start.
             self._uploads = Uploads(self._root, self._node, settings)
+        if self._triggers:
+            self._rules = self._rule_watch()
         lock = RootLock(self._root, self._node)
         stack.callback(lock.release)
         names = RunNames(self._root, settings.run_id, lock.previous)
@@ -222,6 +236,8 @@ class Daemon:
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
+        if self._rules is not None:
+            self._begin_rules(self._rules)
         self._recovery = RunRecovery(self._root, self._node, self._registry)
         sending = SendLoop()
         stack.callback(sending.stop)
@@ -229,6 +245,7 @@ class Daemon:
         collector = Collector(
             self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks,
             uploads=None if self._uploads is None else self._uploads.tools.figures,
+            alerts=None if self._rules is None else self._rules.counters,
         )  # fmt: skip
         metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery.start()
@@ -238,6 +255,26 @@ class Daemon:
         if self._policy:
             self._retention = Retention(self._root, self._policy, self._registry, self._recovery)
             self._retention.start()
+
+    def _rule_watch(self) -> RuleWatch:
+        """Return the thread of the rules. Raises ConfigError for a rule that this daemon cannot follow."""
+        # A daemon without rules does not need them.
+        from capd.server.rules.watch import RuleWatch
+
+        settings = self._settings
+        return RuleWatch(
+            self._triggers,
+            self._root,
+            self._node,
+            durable=settings.durability == "durable",
+            statistics=settings.statistics,
+        )
+
+    def _begin_rules(self, rules: RuleWatch) -> None:
+        from capd.server.rules.rank_looks import RankLooks
+
+        self._pipeline.writer.on_commit = rules.feed.offer
+        rules.begin(RankLooks(self._registry))
 
     def _bind(self, passed: Mapping[str, socket.socket]) -> endpoint.BoundSocket:
         settings = self._settings
@@ -390,6 +427,9 @@ class Daemon:
         except TimeoutError:
             logger.warning("%.0f s were not enough to write everything that ranks had sent", timeout_s / 2)
         self._registry.save_all(timeout_s=2.0)
+        if self._rules is not None:
+            # Before the seal, so that an upload of the sealed run has all alerts.
+            self._rules.stop(_RULES_S)
         self._show_last()
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)

@@ -156,7 +156,7 @@ def serve(
     """
     from capd.cli.daemon.log import start_log
     from capd.cli.output import note
-    from capd.config import load_daemon_settings, load_retention, misspelt_variables
+    from capd.config import load_daemon_settings, load_retention, load_triggers, misspelt_variables
     from capd.errors import CapdError, exit_code_of
 
     flags = {
@@ -167,6 +167,7 @@ def serve(
         "log_format": log_format,
     }  # fmt: skip
     settings, retention = load_daemon_settings(flags, path=config), load_retention(path=config)
+    triggers = load_triggers(path=config)
     start_log(logging.WARNING if quiet else logging.INFO, settings.log_format)
     # `capd run` has printed these lines already.
     for line in misspelt_variables() if parent is None else ():
@@ -177,7 +178,7 @@ def serve(
         go_on_detached(settings)
     from capd.server.daemon import Daemon
 
-    daemon = Daemon(settings, parent, retention.policy(settings), once=once)
+    daemon = Daemon(settings, parent, retention.policy(settings), triggers=triggers, once=once)
     try:
         code = daemon.run()
     except CapdError as error:

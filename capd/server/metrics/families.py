@@ -1,7 +1,8 @@
 """The metric families of the daemon: names, types, texts and labels, filled from a snapshot.
 
-The labels are `run_id` and `reason`, and with `metrics_ranks` also `rank`. Never a tensor, module, layer, iteration,
-path or error text: their values grow without limit, and the catalog answers questions about them.
+The labels are `run_id`, `reason`, the name and severity of a rule, and with `metrics_ranks` also `rank`. Never a
+tensor, module, layer, iteration, path or error text: their values grow without limit, and the catalog answers
+questions about them.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def families(facts: Facts, snapshot: Snapshot) -> list[Family]:
         *_of_runs(facts, snapshot),
         *_of_disk(facts, snapshot),
         *_of_uploads(snapshot.uploads),
+        *_of_rules(snapshot),
         *(_of_ranks(snapshot) if facts.each_rank else ()),
         *_of_process(facts.process),
     ]
@@ -222,6 +224,29 @@ def _of_uploads(found: UploadCounters | None) -> Iterable[Family]:
         "capd_upload_oldest_seconds",
         "The age of the oldest change that is not uploaded; 0 without one",
         found.oldest_s,
+    )
+
+
+def _of_rules(snapshot: Snapshot) -> Iterable[Family]:
+    found = snapshot.alerts
+    if found is None:
+        return
+    shown = {run.run_id for run in snapshot.runs}
+    yield Family(
+        "capd_alerts_total", "counter", "The alerts by rule and severity",
+        [
+            Labelled(count, (("run_id", run_id), ("rule", rule), ("severity", severity)))
+            for (run_id, rule, severity), count in found.alerts.items()
+            if run_id in shown
+        ],
+    )  # fmt: skip
+    yield _counter(
+        "capd_alerts_suppressed_total",
+        "The times that a rule fired and a cooldown or a limit of a day kept it quiet",
+        found.suppressed,
+    )
+    yield _counter(
+        "capd_rule_records_omitted_total", "The committed records that no rule judged", found.left_out
     )
 
 

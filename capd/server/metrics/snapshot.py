@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from capd.server.connections.listener import Listener
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.pipeline import Pipeline
+from capd.server.rules.alert_counters import AlertCounters
 from capd.server.runs.figures import RunFigures
 from capd.server.runs.registry import Registry
 from capd.store.upload.sending.figures import UploadCounters, UploadFigures
@@ -41,6 +42,7 @@ class Snapshot:
         refuses: The disk budget refused the newest record that asked it, in the last minute.
         omitted: The number of runs that are not in `runs`.
         uploads: The figures of the uploads; None without any.
+        alerts: The counters of rules; None without any.
     """
 
     taken: float
@@ -59,6 +61,7 @@ class Snapshot:
     store_failed: bool
     refuses: bool
     uploads: UploadCounters | None = None
+    alerts: AlertCounters | None = None
 
 
 class Collector:
@@ -73,10 +76,12 @@ class Collector:
         *,
         each_rank: bool,
         uploads: UploadFigures | None = None,
+        alerts: Callable[[], AlertCounters] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry, self._pipeline, self._budget, self._listener = registry, pipeline, budget, listener
         self._each_rank, self._uploads, self._clock = each_rank, uploads, clock
+        self._alerts = alerts
         self._used_nbytes, self._used_at = 0, -_USED_INTERVAL_S
         # The most stored bytes of each run so far.
         self._stored: dict[str, int] = {}
@@ -111,6 +116,7 @@ class Collector:
             store_failed=self._pipeline.failing,
             refuses=self._budget.refuses,
             uploads=None if self._uploads is None else self._uploads.read(),
+            alerts=None if self._alerts is None else self._alerts(),
         )
 
 

@@ -20,7 +20,7 @@ from capd.server.pipeline.jobs import Booked, Chunks, Refusal, Sink, Task, Ticke
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.format.encode import ChunkResult, summarise_small
-from capd.store.format.frames import RecordRow, StatsRow
+from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
 from capd.store.format.packed_statistics import pack
 from capd.store.format.statistics import merge
 from capd.store.run.run_store import RunStore
@@ -41,6 +41,7 @@ _GROUP_S = 0.02
 _SAY_EVERY_S = 20.0
 
 Item = Task | Callable[[], None] | None
+OnCommit = Callable[[str, list[tuple[SeriesHeader, RecordRow]]], None]
 
 
 class AppendThread(threading.Thread):
@@ -63,6 +64,8 @@ class AppendThread(threading.Thread):
         self.checkpoints = 0
         # From the arrival of a descriptor to the commit of its record.
         self.commits = Histogram()
+        # Is told of committed records, at once and without waiting. None: nobody asks.
+        self.on_commit: OnCommit | None = None
         # (run, action) of the seals and catalog writes whose last attempt failed.
         self.failing: set[tuple[str, str]] = set()
 
@@ -179,6 +182,8 @@ class AppendThread(threading.Thread):
             kept = raw if stats is None or task.job.descriptor.payload else pack(stats)
             records.append((plan, row, kept))
         store.commit_small(records)
+        if self.on_commit is not None:
+            self.on_commit(tasks[0].job.run_id, [(plan.header, row) for plan, row, _ in records])
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
         """Return the statistics of small records: the rank's own if it computed them, None if nobody wants any."""
@@ -194,12 +199,17 @@ class AppendThread(threading.Thread):
         return found
 
     def _write_large(self, task: Task) -> None:
+        header, row = self._commit_large(task)
+        if self.on_commit is not None:
+            self.on_commit(task.job.run_id, [(header, row)])
+
+    def _commit_large(self, task: Task) -> tuple[SeriesHeader, RecordRow]:
         plan, row = _planned(task)
         store, job = self._runs[task.job.run_id], task.job
         if not job.descriptor.payload:
             row.stats = reduce(merge, self._results(task), StatsRow())
             store.commit_small([(plan, row, pack(row.stats))])
-            return
+            return plan.header, row
         row.stats = job.known_statistics()
         if row.stats is None and job.wants_statistics(self._statistics):
             row.stats = StatsRow()
@@ -212,8 +222,9 @@ class AppendThread(threading.Thread):
             plan, only = _planned(task)
             only.stats = row.stats
             store.commit_small([(plan, only, pack(row.stats))])
-            return
+            return plan.header, only
         store.commit(plan, row, self._merged(task, row))
+        return plan.header, row
 
     # -- outcomes
 

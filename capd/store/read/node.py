@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from capd.errors import NotAStore, RemovedRun, StoreError
+from capd.store.alerts.alert import Alert
+from capd.store.alerts.file import ALERTS_NAME, read_alerts
 from capd.store.catalog.opening import DamagedCatalog, connect_read_only, regular_nbytes
 from capd.store.catalog.rows import (
     CATALOG_NAME,
@@ -120,6 +122,16 @@ class NodeView:
                 self.series[found.header.path] = found.as_row()
             if self.series:
                 self._warn(f"{len(self.series)} series", error)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """The alerts of the node as its file has them now. Damaged lines are left out.
+
+        Raises:
+            StoreError: The file is not a regular one.
+            OSError: It cannot be read.
+        """
+        return read_alerts(self.directory / ALERTS_NAME).alerts
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from capd.errors import CapdError, ConfigError, NoSuchSeries
+from capd.store.alerts.alert import Alert
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
@@ -278,6 +279,20 @@ class Store:
         if name in known:
             return f"rank {', '.join(map(str, known[name]))}"
         return ", ".join(known) or "no scalar at all"
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What rules said while the run was captured, in order of time. Damaged lines are left out.
+
+        Raises:
+            StoreError: They cannot be read.
+            OSError: They cannot be read.
+        """
+        return sorted((one for node in self._nodes for one in node.alerts), key=lambda one: one.time_ns)
+
+    def alerts_by_node(self) -> dict[str, list[Alert]]:
+        """Return the same alerts, in order, by the name of their node."""
+        return {node.name: node.alerts for node in self._nodes}
 
     @property
     def sessions(self) -> list[SessionRow]:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from capd.errors import DamagedRecord, ObjectStoreError
+from capd.store.alerts.alert import Alert
+from capd.store.alerts.file import MAX_ALERTS_NBYTES, parse_alerts
 from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.documents.headers import sound_row
 from capd.store.format.codecs import crc32c
@@ -92,6 +94,33 @@ class RemoteNode:
     def sessions(self) -> list[SessionRow]:
         """The counters of the ranks."""
         return self.manifest.sessions
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """The alerts that the manifest names. Damaged lines are left out.
+
+        Raises:
+            ObjectStoreError: They cannot be read, or are not those of the manifest.
+        """
+        return parse_alerts(self.alert_lines()).alerts
+
+    def alert_lines(self) -> bytes:
+        """Return the lines of the alerts, as their file on the node has them. Raises as `alerts`."""
+        with self._lock:
+            found: bytes = self._retried(self._read_alert_lines)
+            return found
+
+    def _read_alert_lines(self) -> bytes:
+        segment = self._source.alerts
+        if segment is None:
+            return b""
+        place = self.directory / segment.name
+        if segment.nbytes > 2 * MAX_ALERTS_NBYTES:
+            raise ObjectStoreError(f"{place} has {segment.nbytes} bytes; this is no segment of alerts")
+        payload = self._bucket.get(f"{node_prefix(self.name)}/{segment.name}", at_most=segment.nbytes)
+        if len(payload) != segment.nbytes or crc32c(payload) != segment.crc32c:
+            raise ObjectStoreError(f"{place} does not match the size and checksum in the manifest")
+        return payload
 
     @property
     def series(self) -> dict[str, SeriesRow]:

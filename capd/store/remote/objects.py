@@ -66,7 +66,7 @@ def named_objects(nodes: Iterable[RemoteNode]) -> Iterator[NamedObject]:
         for entry in node.entries.values():
             yield from _of_series(node, entry)
     for node in nodes:
-        for segment in (node.manifest.series, *node.manifest.records):
+        for segment in node.manifest.segments:
             key = f"{node_prefix(node.name)}/{segment.name}"
             yield NamedObject(key, segment.nbytes, segment.crc32c, node.name)
 

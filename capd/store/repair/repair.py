@@ -14,6 +14,8 @@ from pathlib import Path
 
 from capd.errors import ConfigError, DamagedRecord, StoreBusy, StoreError, StoreFull
 from capd.space import if_full, mount_of, shown_size
+from capd.store.alerts.alert import Alert
+from capd.store.alerts.file import alerts_path, read_alerts, write_alerts
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.files import make_directory, remove_tree, rename, sync_paths
 from capd.store.disk.layout import nodes_of, series_on_disk
@@ -53,6 +55,7 @@ def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = Non
                 with DamagedNode(run, node, root, done, progress) as part:
                     saved |= part.save()
             done.unknown += [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
+            write_alerts(root / new.name, _sound_alerts(run))
             # If no node wrote to the run, the new run is empty.
             if not (root / new.name).exists():
                 RunStore(root, new.stem, "node0", StoreOptions()).close()
@@ -62,6 +65,14 @@ def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = Non
         full = if_full(error, new)
         raise full if full is not error else StoreError(f"cannot write {new}: {error.strerror}") from error
     return done
+
+
+def _sound_alerts(run: Path) -> dict[str, list[Alert]]:
+    found = {}
+    for node in nodes_of(run):
+        with contextlib.suppress(StoreError, OSError):
+            found[node] = read_alerts(alerts_path(run, node)).alerts
+    return found
 
 
 def _check_place(run: Path, new: Path) -> None:

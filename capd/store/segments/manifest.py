@@ -3,6 +3,7 @@
     <run>.zarr/.capd/node=<node>/manifest.json
     <run>.zarr/.capd/node=<node>/series-<generation>.parquet     one row per series
     <run>.zarr/.capd/node=<node>/records-<generation>.parquet    one row per record
+    <run>.zarr/.capd/node=<node>/alerts-<generation>.jsonl       one line per alert, if there are any
 
 A manifest names the segments that are valid. It is the only object besides documents that is ever replaced, and only
 by its one writer. Segments that no manifest names are leftovers. Its last member is the crc32c of all bytes before it.
@@ -23,20 +24,20 @@ from capd.store.format.frames import FORMAT_VERSION
 
 __all__ = [
     "MANIFEST_FORMAT", "MANIFEST_NAME", "MAX_MANIFEST_NBYTES", "Manifest", "Segment", "decode_manifest",
-    "encode_manifest", "node_prefix", "segment_name",
+    "encode_manifest", "generation_of", "is_segment", "node_prefix", "segment_name",
 ]  # fmt: skip
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 64 << 20
 
-_NAME = re.compile(r"(series|records)-\d{8}\.parquet")
+_NAME = re.compile(r"(?:(?:series|records)-(\d{8})\.parquet|alerts-(\d{8})\.jsonl)", re.ASCII)
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A Parquet object. rows: its rows."""
+    """An object with rows: of alerts their lines, of others a Parquet table. rows: their number."""
 
     name: str
     nbytes: Count
@@ -67,6 +68,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         quant_types: The quant types of its tensors, in order.
         objects: The number of objects of the node, but for the segments and this one.
         object_bytes: The bytes of these objects.
+        alerts: The segment with all alerts; None without any.
     """
 
     format: int = MANIFEST_FORMAT
@@ -88,6 +90,12 @@ class Manifest(msgspec.Struct, kw_only=True):
     quant_types: list[str]
     objects: Count
     object_bytes: Count
+    alerts: Segment | None = None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All segments that it names."""
+        return [self.series, *self.records, *([] if self.alerts is None else [self.alerts])]
 
 
 def node_prefix(node: str) -> str:
@@ -96,8 +104,19 @@ def node_prefix(node: str) -> str:
 
 
 def segment_name(kind: str, generation: int) -> str:
-    """Return the name of a segment. kind: "series" or "records"."""
-    return f"{kind}-{generation:08d}.parquet"
+    """Return the name of a segment. kind: "series", "records" or "alerts"."""
+    return f"{kind}-{generation:08d}.{'jsonl' if kind == 'alerts' else 'parquet'}"
+
+
+def is_segment(name: str) -> bool:
+    """Return whether an object of a node has the name of a segment."""
+    return _NAME.fullmatch(name) is not None
+
+
+def generation_of(name: str) -> int:
+    """Return the generation in the name of a segment; 0 for another name."""
+    found = _NAME.fullmatch(name)
+    return 0 if found is None else int(found[1] or found[2])
 
 
 _SUM = re.compile(rb',\n "crc32c": (\d{1,10})\n}\Z')
@@ -135,8 +154,8 @@ def decode_manifest(payload: bytes, place: object) -> Manifest:
             raise ValueError("it fails its checksum")
         if not is_shallow(plain):
             raise ValueError("it is nested too deeply")
-        for segment in (found.series, *found.records):
-            if not _NAME.fullmatch(segment.name):
+        for segment in found.segments:
+            if not is_segment(segment.name):
                 raise ValueError(f"{segment.name!r} is no name of a segment")
         written = found.attributes.get("format")
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

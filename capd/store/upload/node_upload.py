@@ -2,7 +2,7 @@
 
 A round publishes what changed since the last one, in an order in which no reader ever sees half of it:
 
-    shards → moments → zarr.json of series → data/zarr.json → groups → records → series → manifest
+    shards → moments → zarr.json of series → data/zarr.json → groups → records → series → alerts → manifest
 
 A reader trusts nothing that no manifest names. So a kill at any point leaves the last manifest and everything that it
 names. The next process finds by HEAD what was uploaded after it.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from capd.errors import CapdError, ObjectStoreError, StoreError
+from capd.store.alerts.file import alerts_path, whole_lines
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import unlink
@@ -34,7 +35,7 @@ from capd.store.upload.claim import UploadClaim
 from capd.store.upload.local_files import KnownFiles
 from capd.store.upload.moving import UploadedPart
 from capd.store.upload.plan import PlannedDocument, PlannedSeries, group_documents_of, shard_key
-from capd.store.upload.publish import Publication, publish
+from capd.store.upload.publish import Publication, alerts_change, publish
 from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote, take_place
 from capd.store.upload.record_segments import WrittenRecords, plan_segments, scratch_file, write_records
 from capd.store.upload.round_plan import RoundPlan, plan_round, waiting_in
@@ -164,10 +165,12 @@ class NodeUpload:
         if self._remote is None:
             self._remote = self._contact()
         remote = self._remote
+        alerts = whole_lines(alerts_path(self.run, self.node))
         # Readers keep a closing daemon from folding its catalog, so the snapshot ends before the transfers.
         with catalog_snapshot(self._directory) as snapshot:
             plan = self._plan(snapshot, remote, ROUND_NBYTES)
-            if not plan.changes(remote, attributes):
+            is_new = remote.manifest is not None and alerts_change(remote.manifest.alerts, alerts)
+            if not plan.changes(remote, attributes) and not is_new:
                 self.tools.figures.settled(self._name)
                 return RoundResult(is_complete=plan.is_complete), plan.is_late(remote)
             self.tools.figures.waits(self._name, plan.nbytes, plan.oldest_s)
@@ -180,7 +183,7 @@ class NodeUpload:
             self._doubtful,
             partial(damage_in, self.run, self.node),
         )
-        published = self._publish(plan, records, remote, attributes, transfer)
+        published = self._publish(plan, records, remote, attributes, alerts, transfer)
         self._settle(published, remote)
         if not plan.more:
             self.tools.figures.settled(self._name)
@@ -287,6 +290,7 @@ class NodeUpload:
         records: WrittenRecords,
         remote: PublishedNode,
         attributes: dict[str, Any],
+        alerts: bytes,
         transfer: Transfer,
     ) -> PublishedNode:
         assert self._state is not None  # noqa: S101 - read before
@@ -310,7 +314,7 @@ class NodeUpload:
         entries.sort(key=lambda entry: entry.row.id)
         publication = Publication(
             self.run, self.node, attributes, entries, records, plan.sessions, plan.is_complete,
-            remote.generation + 1, len(self._groups),
+            remote.generation + 1, len(self._groups), alerts,
         )  # fmt: skip
         return publish(
             publication, self._directory, self._state, self._bucket, remote, self.conditions, transfer
@@ -385,7 +389,8 @@ def _upload_documents(transfer: Transfer, series: Sequence[PlannedSeries]) -> No
 def versions_of(run: Path, node: str) -> Versions:
     """Return what changes whenever something of a node's part of a run may have to go up."""
     catalog = node_directory(run, node) / CATALOG_NAME
-    return tuple(map(_version, (run / "zarr.json", catalog, catalog.with_name(f"{CATALOG_NAME}-wal"))))
+    places = run / "zarr.json", catalog, catalog.with_name(f"{CATALOG_NAME}-wal"), alerts_path(run, node)
+    return tuple(map(_version, places))
 
 
 def _version(place: Path) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The end of a round: record segment, series segment, then the manifest, which makes everything visible at once."""
+"""The end of a round: segments of records, series and alerts, then the manifest, which makes all visible at once."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from capd.store.upload.record_segments import WrittenRecords
 from capd.store.upload.sending.conditions import Conditions
 from capd.store.upload.sending.transfer import Transfer
 
-__all__ = ["Publication", "publish"]
+__all__ = ["Publication", "alerts_change", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What a manifest is about. groups: the number of the documents of groups."""
+    """What a manifest is about. groups: the number of the documents of groups. alerts: the lines of their file."""
 
     run: Path
     node: str
@@ -49,6 +49,7 @@ class Publication:
     is_complete: bool
     generation: int
     groups: int
+    alerts: bytes = b""
 
 
 def publish(
@@ -81,7 +82,8 @@ def publish(
     else:
         series = _put_series(what, bucket, conditions, transfer)
     failpoint("upload.after_series")
-    manifest = _manifest(what, state, series)
+    alerts = _put_alerts(what, bucket, before, conditions, transfer)
+    manifest = _manifest(what, state, series, alerts)
     payload = encode_manifest(manifest)
     etag = _put_manifest(what, state, bucket, before, conditions, transfer, payload)
     failpoint("upload.after_manifest")
@@ -100,18 +102,43 @@ def publish(
 def _put_series(what: Publication, bucket: Bucket, conditions: Conditions, transfer: Transfer) -> Segment:
     table = write_series_table(what.entries, what.records.footers)
     series = Segment(segment_name("series", what.generation), len(table), crc32c(table), len(what.entries))
-    key = f"{node_prefix(what.node)}/{series.name}"
-    try:
-        transfer.put(key, table, series.crc32c, "create" if conditions.creates else None)
-    except ObjectStoreError as error:
-        if error.reason != "conflict":
-            raise
-        if not _is_own(bucket, key, series):
-            raise AnotherWriter(bucket, what.node, f"{series.name} was written in the meantime") from error
+    _put_segment(series, table, what.node, bucket, conditions, transfer)
     return series
 
 
-def _manifest(what: Publication, state: RemoteState, series: Segment) -> Manifest:
+def _put_alerts(
+    what: Publication, bucket: Bucket, before: PublishedNode, conditions: Conditions, transfer: Transfer
+) -> Segment | None:
+    """Upload the alerts if there are other ones than before. A lost file takes none away."""
+    last = None if before.manifest is None else before.manifest.alerts
+    if not alerts_change(last, what.alerts):
+        return last
+    lines = what.alerts.count(b"\n")
+    alerts = Segment(segment_name("alerts", what.generation), len(what.alerts), crc32c(what.alerts), lines)
+    _put_segment(alerts, what.alerts, what.node, bucket, conditions, transfer)
+    return alerts
+
+
+def alerts_change(last: Segment | None, payload: bytes) -> bool:
+    """Return whether a node's alerts are other ones than those of a segment."""
+    held = None if last is None else (last.nbytes, last.crc32c)
+    return bool(payload) and held != (len(payload), crc32c(payload))
+
+
+def _put_segment(
+    segment: Segment, payload: bytes, node: str, bucket: Bucket, conditions: Conditions, transfer: Transfer
+) -> None:
+    key = f"{node_prefix(node)}/{segment.name}"
+    try:
+        transfer.put(key, payload, segment.crc32c, "create" if conditions.creates else None)
+    except ObjectStoreError as error:
+        if error.reason != "conflict":
+            raise
+        if not _is_own(bucket, key, segment):
+            raise AnotherWriter(bucket, node, f"{segment.name} was written in the meantime") from error
+
+
+def _manifest(what: Publication, state: RemoteState, series: Segment, alerts: Segment | None) -> Manifest:
     objects = [*(shard.nbytes for entry in what.entries for shard in entry.shards),
                *(one.nbytes for entry in what.entries for one in entry.documents)]  # fmt: skip
     span = iterations_of(what.records.footers.values())
@@ -134,6 +161,7 @@ def _manifest(what: Publication, state: RemoteState, series: Segment) -> Manifes
         quant_types=quant_types_of(what.entries),
         objects=len(objects) + what.groups,
         object_bytes=sum(objects),
+        alerts=alerts,
     )
 
 

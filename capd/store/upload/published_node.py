@@ -29,6 +29,8 @@ from capd.store.segments.manifest import (
     Manifest,
     Segment,
     decode_manifest,
+    generation_of,
+    is_segment,
     node_prefix,
 )
 from capd.store.segments.series_table import SeriesEntry, read_series_table
@@ -39,7 +41,6 @@ __all__ = [
     "PublishedNode",
     "check_moved_to",
     "fresh_state",
-    "generation_of",
     "load_state",
     "read_remote",
     "save_state",
@@ -87,11 +88,7 @@ class PublishedNode:
     @property
     def segments(self) -> set[str]:
         """The names of all segments that the manifest names."""
-        return (
-            set()
-            if self.manifest is None
-            else {self.manifest.series.name, *(one.name for one in self.manifest.records)}
-        )
+        return set() if self.manifest is None else {one.name for one in self.manifest.segments}
 
     @property
     def records(self) -> list[Segment]:
@@ -192,7 +189,7 @@ def read_remote(
     names = {one.key.rpartition("/")[2] for one in objects}
     if found.manifest is not None:
         found.generation = found.manifest.generation
-    segments = {name for name in names if name.endswith(".parquet")}
+    segments = set(filter(is_segment, names))
     found.leftovers = sorted(segments - found.segments)
     found.generation = max([found.generation, *map(generation_of, segments)])
     return found
@@ -213,12 +210,6 @@ def take_place(bucket: Bucket, node: str, state: RemoteState) -> None:
             raise
         if bucket.get(key, at_most=_MAX_ORIGIN_NBYTES) != origin:
             raise AnotherWriter(bucket, node, f"another store began first, as {key} says") from error
-
-
-def generation_of(name: str) -> int:
-    """Return the generation in the name of a segment; 0 for another name."""
-    number = name.removesuffix(".parquet").rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdecimal() and len(number) <= 8 else 0
 
 
 def _check_writer(

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from capd.store.catalog.rows import SeriesRow, head_of
 from capd.store.disk.files import new_file, unlink
-from capd.store.segments.manifest import Segment, segment_name
+from capd.store.segments.manifest import Segment, generation_of, segment_name
 from capd.store.segments.record_table import SegmentWriter
 from capd.store.segments.series_table import Part, SeriesEntry
 from capd.store.upload.local_files import OpenShard
-from capd.store.upload.published_node import generation_of
 from capd.store.upload.sending.halt import Halt
 from capd.store.upload.snapshot import CatalogSnapshot
 from capd.store.upload.uploaded_rows import UploadedRows

@@ -14,8 +14,8 @@ from capd.store.objects.address import RunPlace
 __all__ = ["Damage", "Kind", "Report", "fold"]
 
 # shard: in a sealed shard. spool: in a `.partial` or small log. metadata: in a zarr.json or the `moments` array.
-# catalog: the catalog contradicts the frames. run: in the zarr.json of the run.
-Kind = Literal["shard", "spool", "metadata", "catalog", "run"]
+# catalog: the catalog contradicts the frames. run: in the zarr.json of the run. alerts: in the file of alerts.
+Kind = Literal["shard", "spool", "metadata", "catalog", "run", "alerts"]
 
 
 @dataclass(frozen=True, slots=True)

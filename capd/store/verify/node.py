@@ -1,4 +1,4 @@
-"""Checks one node's directory on its own: the catalog's totals and the small logs."""
+"""Checks one node's directory on its own: the catalog's totals, the small logs and the alerts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import NotAStore, StoreError
+from capd.store.alerts.file import ALERTS_NAME, read_alerts
 from capd.store.catalog.opening import EmptyCatalog, connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog.sessions import read_sessions
@@ -76,12 +77,25 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
                 continue
             except OSError as error:
                 node.find("spool", path, f"cannot be read: {error.strerror}")
+    _read_alerts(node, directory / ALERTS_NAME)
     quarantine = directory / "quarantine"
     if quarantine.is_dir() and (kept := sorted(path.name for path in quarantine.iterdir())):
         node.report.notes.append(
             f"{quarantine.relative_to(run)}: {len(kept)} entries kept for inspection: {kept[0]}, …"
         )
     return node
+
+
+def _read_alerts(node: NodePromise, path: Path) -> None:
+    try:
+        lines = read_alerts(path)
+    except (StoreError, OSError) as error:
+        node.find("alerts", path, f"cannot be read: {error}")
+        return
+    node.report.nbytes += lines.nbytes
+    # A part of a line at the end is of a kill, and no damage.
+    for offset in lines.damaged:
+        node.find("alerts", path, "a line is no alert", offset=offset)
 
 
 def _read_catalog(run: Path, node: NodePromise) -> None:

@@ -1,0 +1,308 @@
+"""The judge: applies rules to records and ranks as they come, and says when one fires. No clock, no file, no thread.
+
+A rule fires once per rank and iteration, however many series are outside its limits. The firing stays open for a
+moment, so that it lists the other series. After it the rule is quiet for its cooldown. All state is bounded: what
+leaves it, and what is not said, is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from capd.rules.metrics import RuleMetric
+from capd.rules.schema import BaselineSettings, TriggerSettings
+from capd.rules.series_state import SeriesState
+from capd.rules.subjects import Subjects
+from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
+
+__all__ = ["MAX_LISTED", "Firing", "Judge"]
+
+MAX_LISTED = 20
+# A firing waits so long for further series of its iteration.
+HOLD_S = 0.5
+_DAY_NS = 86_400 * 10**9
+# All states of rules about series together, and what one takes beside its baseline.
+_STATES_NBYTES = 32 << 20
+_STATE_NBYTES = 512
+_MOST_STATES = 65_536
+_MOST_SERIES = 65_536
+_MOST_RANKS = 65_536
+# The series of one firing that are told apart.
+_MOST_FIRED = 65_536
+# The iterations of a rank with values outside of limits that baselines know of.
+_UNCLEAN = 64
+
+Place = tuple[str, int]
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class Firing:
+    """A rule that fired for one rank at one iteration.
+
+    Attributes:
+        rule: The rule.
+        run_id: The run.
+        rank: The rank.
+        iteration: The iteration.
+        micro_batch: The micro-batch of the first series.
+        value: The value of the first series, or of the rank. It may be NaN or infinite.
+        limit: The limit that it passed.
+        opened_s: When it fired, on the caller's clock.
+        is_last: Whether the rule's limit of a day is reached with it.
+        paths: The paths of the series that fired, in order; empty for a rank.
+    """
+
+    rule: TriggerSettings
+    run_id: str
+    rank: int
+    iteration: int
+    micro_batch: int
+    value: float
+    limit: float
+    opened_s: float
+    is_last: bool = False
+    paths: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _RankState:
+    """What one rule knows of one rank. last: the iteration of its last alert."""
+
+    last: int | None = None
+    is_outside: bool = False
+    unclean: deque[int] = field(default_factory=lambda: deque(maxlen=_UNCLEAN))
+
+    def is_clean(self, iteration: int) -> bool:
+        return iteration not in self.unclean
+
+
+class _Rule:
+    """A rule with its state."""
+
+    def __init__(self, settings: TriggerSettings, rules: int) -> None:
+        self.settings = settings
+        self.metric: RuleMetric = settings.check()
+        self.subjects = Subjects(settings, self.metric)
+        self.baseline: BaselineSettings | None = None
+        if settings.factor_above is not None:
+            self.baseline = settings.baseline or BaselineSettings()
+        self.remembers = self.baseline is not None or settings.for_ > 1 or self.metric.text == "jump"
+        values = self.baseline.iterations if self.baseline else 0
+        room = _STATES_NBYTES // rules // (_STATE_NBYTES + 8 * values)
+        self.room = min(_MOST_STATES, room)
+        self.series: OrderedDict[tuple[str, str], SeriesState] = OrderedDict()
+        self.ranks: OrderedDict[Place, _RankState] = OrderedDict()
+        self.open: dict[Place, Firing] = {}
+        # Run → the times of the alerts of the last 24 hours.
+        self.days: OrderedDict[str, deque[int]] = OrderedDict()
+
+
+class Judge:
+    """Applies rules. One thread calls it.
+
+    Attributes:
+        forgotten: The states of series that were forgotten for others.
+        suppressed: The firings that a cooldown or a day's limit kept quiet.
+    """
+
+    def __init__(self, rules: Sequence[TriggerSettings]) -> None:
+        """Take checked rules."""
+        self._rules = [_Rule(one, len(rules)) for one in rules]
+        # (run, series path) → the rules that look at it.
+        self._looking: OrderedDict[tuple[str, str], tuple[_Rule, ...]] = OrderedDict()
+        self.forgotten = 0
+        self.suppressed = 0
+        self._ready: list[Firing] = []
+
+    def restore(self, run_id: str, fired: Iterable[tuple[str, int, int, int]]) -> None:
+        """Continue the cooldowns and day limits of earlier daemons: (rule, rank, iteration, time_ns) of each alert."""
+        rules = {rule.settings.name: rule for rule in self._rules}
+        for name, rank, iteration, time_ns in fired:
+            if (rule := rules.get(name)) is not None:
+                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].last = iteration
+                self._day(rule, run_id).append(time_ns)
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was removed. A new one may have its name."""
+        for rule in self._rules:
+            rule.days.pop(run_id, None)
+            for ranks in (rule.ranks, rule.open):
+                for place in [place for place in ranks if place[0] == run_id]:
+                    ranks.pop(place)
+            for path in [path for path in rule.series if path[0] == run_id]:
+                del rule.series[path]
+
+    def record(self, run_id: str, header: SeriesHeader, row: RecordRow, now_s: float, time_ns: int) -> None:
+        """Apply the rules to a record. Firings come from `ready`."""
+        place = run_id, header.path
+        looking = self._looking.get(place)
+        if looking is None:
+            looking = tuple(rule for rule in self._rules if rule.subjects.has_series(header.key))
+            self._looking[place] = looking
+            if len(self._looking) > _MOST_SERIES:
+                self._looking.popitem(last=False)
+        if not looking or row.stats is None:
+            return
+        for rule in looking:
+            if rule.subjects.has_moment(row.moment):
+                self._apply(rule, place, header.key.rank, row, row.stats, now_s, time_ns)
+
+    def _apply(
+        self,
+        rule: _Rule,
+        place: tuple[str, str],
+        rank: int,
+        row: RecordRow,
+        stats: StatsRow,
+        now_s: float,
+        time_ns: int,
+    ) -> None:
+        moment, run_id = row.moment, place[0]
+        state = self._state(rule, place, moment.attempt) if rule.remembers else None
+        value = self._value(rule, state, stats)
+        if value is None:
+            return
+        if state is None or state.baseline is None:
+            limit = _passed(rule.settings, rule.metric, value)
+        else:
+            limit = self._above_baseline(rule, state, (run_id, rank), moment.iteration, value)
+        if state is not None:
+            state.in_a_row = 0 if limit is None else state.in_a_row + 1
+        if limit is None:
+            return
+        known = _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0]
+        if not known.unclean or known.unclean[-1] != moment.iteration:
+            known.unclean.append(moment.iteration)
+        if state is not None and state.in_a_row < rule.settings.for_:
+            return
+        found = Firing(
+            rule.settings, run_id, rank, moment.iteration, moment.micro_batch, value, limit, now_s,
+            paths={place[1]: None},
+        )  # fmt: skip
+        self._fire(rule, known, found, time_ns)
+
+    def _state(self, rule: _Rule, place: tuple[str, str], attempt: int) -> SeriesState:
+        state, is_full = _kept(rule.series, place, partial(SeriesState, attempt, rule.baseline), rule.room)
+        self.forgotten += is_full
+        if state.attempt != attempt:
+            state = rule.series[place] = SeriesState(attempt, rule.baseline)
+        return state
+
+    @staticmethod
+    def _value(rule: _Rule, state: SeriesState | None, stats: StatsRow) -> float | None:
+        if rule.metric.value is not None:
+            return rule.metric.value(stats)
+        assert state is not None  # noqa: S101 - a jump remembers
+        before, absmax = state.last_absmax, stats.absmax
+        if absmax is None:
+            return None
+        state.last_absmax = float(absmax)
+        return float(absmax) / before if before else None
+
+    @staticmethod
+    def _above_baseline(
+        rule: _Rule, state: SeriesState, place: Place, iteration: int, value: float
+    ) -> float | None:
+        settings, wanted, baseline = rule.settings, rule.baseline, state.baseline
+        # The caller has a baseline.
+        assert wanted is not None  # noqa: S101
+        assert baseline is not None  # noqa: S101
+        assert settings.factor_above is not None  # noqa: S101
+        known = _kept(rule.ranks, place, _RankState, _MOST_RANKS)[0]
+        if not math.isfinite(value):
+            # It is above any limit, and never enters the baseline.
+            return math.inf
+        baseline.settle(iteration, known.is_clean)
+        middle = baseline.median()
+        limit = None
+        if middle is not None and len(baseline) >= wanted.min:
+            # For a positive median this is the factor times it.
+            limit = middle + max((settings.factor_above - 1) * abs(middle), wanted.min_delta)
+        baseline.take(iteration, value)
+        return limit if limit is not None and value > limit else None
+
+    def rank(
+        self, run_id: str, rank: int, iteration: int, metric: str, value: float, now_s: float, time_ns: int
+    ) -> None:
+        """Apply the rules of a metric of ranks. A rule fires when its condition becomes true."""
+        for rule in self._rules:
+            if rule.metric.text != metric or not rule.subjects.has_rank(rank):
+                continue
+            known = _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0]
+            limit = _passed(rule.settings, rule.metric, value)
+            before, known.is_outside = known.is_outside, limit is not None
+            if limit is not None and not before:
+                self._fire(
+                    rule,
+                    known,
+                    Firing(rule.settings, run_id, rank, iteration, 0, value, limit, now_s),
+                    time_ns,
+                )
+
+    def _fire(self, rule: _Rule, known: _RankState, found: Firing, time_ns: int) -> None:
+        place = found.run_id, found.rank
+        held = rule.open.get(place)
+        if held is not None:
+            if held.iteration == found.iteration:
+                if len(held.paths) < _MOST_FIRED:
+                    held.paths |= found.paths
+                return
+            self._ready.append(rule.open.pop(place))
+        if known.last is not None and 0 <= found.iteration - known.last < max(1, rule.settings.cooldown):
+            self.suppressed += 1
+            return
+        day = self._day(rule, found.run_id)
+        while day and time_ns - day[0] > _DAY_NS:
+            day.popleft()
+        if len(day) >= rule.settings.max_per_day:
+            self.suppressed += 1
+            return
+        day.append(time_ns)
+        found.is_last = len(day) == rule.settings.max_per_day
+        known.last = found.iteration
+        rule.open[place] = found
+
+    @staticmethod
+    def _day(rule: _Rule, run_id: str) -> deque[int]:
+        limit = rule.settings.max_per_day
+        return _kept(rule.days, run_id, lambda: deque(maxlen=limit), _MOST_RANKS)[0]
+
+    def ready(self, now_s: float, *, all_of_them: bool = False) -> list[Firing]:
+        """Return the firings to report now: those that waited HOLD_S, or whose rank is further on."""
+        found, self._ready = self._ready, []
+        for rule in self._rules:
+            for place, held in list(rule.open.items()):
+                if all_of_them or now_s - held.opened_s >= HOLD_S:
+                    found.append(rule.open.pop(place))
+        return found
+
+
+def _passed(rule: TriggerSettings, metric: RuleMetric, value: float) -> float | None:
+    """Return the limit that a value passes; None if it is within. A scalar that is not finite passes any limit."""
+    # The statistics of a scalar do not tell the sign of an infinity.
+    passes = metric.of == "scalar" and not math.isfinite(value)
+    if rule.above is not None and (value > rule.above or passes):
+        return float(rule.above)
+    if rule.below is not None and (value < rule.below or passes):
+        return float(rule.below)
+    return None
+
+
+def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V], room: int) -> tuple[V, bool]:
+    """Return the state of a key as the one used last, made if necessary, and whether another had to leave for it."""
+    found = known.get(key)
+    if found is not None:
+        known.move_to_end(key)
+        return found, False
+    known[key] = made = make()
+    if len(known) <= room:
+        return made, False
+    known.popitem(last=False)
+    return made, True

@@ -1,0 +1,214 @@
+"""The thread that judges: it takes committed records, looks at the ranks, and reports each alert.
+
+An alert goes into the file of the run, the log, the metrics and STATS, and to a command if its rule has one. The thread
+never holds a lock of the pipeline. It rests for four times as long as it works, so that it takes a fifth of a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from capd.errors import ConfigError
+from capd.metrics import AlertStats
+from capd.rules.judge import Firing, Judge
+from capd.rules.schema import TriggerSettings
+from capd.server.rules.alert_counters import AlertCounters
+from capd.server.rules.commands import AlertCommands
+from capd.server.rules.keeper import Keeper
+from capd.server.rules.rank_looks import RankLooks
+from capd.server.rules.record_feed import RecordFeed
+from capd.server.rules.run_alerts import RunAlerts, alert_from
+from capd.store.alerts.alert import Alert, alert_line
+
+__all__ = ["RuleWatch"]
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
+_LOOK_S = 0.2
+_RANKS_S = 1.0
+# Work so long, then rest for so many times as long.
+_WORK_S = 0.001
+_REST = 4
+# Runs whose files and counters are known.
+_MOST_RUNS = 1024
+_COMMANDS_S = 2.0
+
+
+class RuleWatch(threading.Thread):
+    """The rules of a daemon. Offer it committed records by `feed`."""
+
+    def __init__(
+        self,
+        rules: Sequence[TriggerSettings],
+        root: Path,
+        node: str,
+        *,
+        durable: bool,
+        statistics: bool,
+        keeper: Keeper | None = None,
+    ) -> None:
+        """Check that the daemon can do what the rules ask. The thread is not started.
+
+        Args:
+            rules: The rules, at least one.
+            root: The directory of the runs.
+            node: The name of the node.
+            durable: Whether alerts survive a loss of power.
+            statistics: Whether records have statistics.
+            keeper: The flight recorder; None without one.
+
+        Raises:
+            ConfigError: A rule needs a flight recorder or statistics that this daemon does not have.
+        """
+        super().__init__(name="capd-rules", daemon=True)
+        self._judge = Judge(rules)
+        self._rules, self._root, self._node, self._durable = rules, root, node, durable
+        self._keeper = keeper
+        self._check(statistics)
+        self.feed = RecordFeed()
+        self._looks: RankLooks | None = None
+        self._commands = AlertCommands()
+        self._runs: OrderedDict[str, RunAlerts] = OrderedDict()
+        self._stopping = threading.Event()
+        self._next_ranks = 0.0
+        self._has_failed = False
+        # (run, rule) → alerts since the start.
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._total = self._unwritten = 0
+        self._last: Alert | None = None
+
+    def _check(self, statistics: bool) -> None:
+        for rule in self._rules:
+            if rule.action == "keep" and self._keeper is None:
+                raise ConfigError(
+                    f'trigger {rule.name!r}: action = "keep" needs [window]; write action = "warn"'
+                )
+            if not statistics and rule.check().of != "rank":
+                raise ConfigError(f"trigger {rule.name!r}: {rule.metric} needs statistics = true in [daemon]")
+
+    # For other threads
+
+    def begin(self, looks: RankLooks) -> None:
+        """Start the thread."""
+        self._looks = looks
+        logger.info("[trigger] rules: %s", ", ".join(rule.name for rule in self._rules))
+        self.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Judge what was committed so far, report it, and end. Nothing may be offered any more."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join(timeout_s)
+        self._commands.stop(min(_COMMANDS_S, timeout_s))
+
+    def counters(self) -> AlertCounters:
+        """Return the counters for metrics. Every rule of a run that was looked at has one."""
+        found = self._counts.copy()
+        alerts: dict[tuple[str, str, str], int] = {
+            (run_id, rule.name, rule.severity): found[run_id, rule.name]
+            for run_id in list(self._runs)
+            for rule in self._rules
+        }
+        return AlertCounters(alerts, self._judge.suppressed, self.feed.left_out)
+
+    def stats(self) -> AlertStats:
+        """Return the figures of this moment."""
+        last = self._last
+        return AlertStats(
+            rules=len(self._rules),
+            alerts=self._total,
+            suppressed=self._judge.suppressed,
+            records=self.feed.offered,
+            records_left_out=self.feed.left_out,
+            series_forgotten=self._judge.forgotten,
+            not_stored=self._unwritten,
+            commands_failed=self._commands.failed,
+            commands_left_out=self._commands.left_out,
+            last=None if last is None else last.text,
+            last_ns=None if last is None else last.time_ns,
+            last_severity=None if last is None else last.severity,
+            last_run=None if last is None else last.run,
+        )
+
+    # The thread
+
+    def run(self) -> None:
+        """Judge until the daemon stops."""
+        while not self._stopping.wait(_LOOK_S):
+            self._safely(is_last=False)
+        self._safely(is_last=True)
+
+    def _safely(self, *, is_last: bool) -> None:
+        try:
+            self._records(is_last=is_last)
+            self._ranks()
+            self._report(self._judge.ready(time.monotonic(), all_of_them=is_last))
+        except Exception:
+            # This is the outermost loop of the thread, and nothing that goes wrong here may reach the pipeline.
+            if not self._has_failed:
+                logger.exception("[trigger] failed; further failures of this kind are not logged")
+            self._has_failed = True
+
+    def _records(self, *, is_last: bool) -> None:
+        began = time.monotonic()
+        while (found := self.feed.take()) is not None:
+            run_id, records = found
+            self._known(run_id)
+            now, now_ns = time.monotonic(), time.time_ns()
+            for header, row in records:
+                self._judge.record(run_id, header, row, now, now_ns)
+                if time.monotonic() - began < _WORK_S:
+                    continue
+                if not is_last:
+                    # Other threads of the interpreter have their turn.
+                    time.sleep(_REST * (time.monotonic() - began))
+                self._report(self._judge.ready(time.monotonic()))
+                began = now = time.monotonic()
+
+    def _ranks(self) -> None:
+        now = time.monotonic()
+        if self._looks is None or now < self._next_ranks:
+            return
+        self._next_ranks = now + _RANKS_S
+        for look in self._looks.look():
+            self._known(look.run_id)
+            for metric, value in (("silent", look.silent), ("drops", float(look.drops))):
+                self._judge.rank(look.run_id, look.rank, look.iteration, metric, value, now, time.time_ns())
+
+    def _known(self, run_id: str) -> RunAlerts:
+        """Return the alerts of a run. The first call continues the cooldowns that its file tells of."""
+        found = self._runs.get(run_id)
+        if found is not None and found.is_current:
+            return found
+        if found is not None:
+            self._judge.forget(run_id)
+        found = RunAlerts(self._root / f"{run_id}.zarr", self._node, durable=self._durable)
+        self._judge.restore(
+            run_id, ((one.rule, one.rank, one.iteration, one.time_ns) for one in found.earlier())
+        )
+        self._runs[run_id] = found
+        if len(self._runs) > _MOST_RUNS:
+            gone, _ = self._runs.popitem(last=False)
+            for rule in self._rules:
+                self._counts.pop((gone, rule.name), None)
+        return found
+
+    def _report(self, firings: Iterable[Firing]) -> None:
+        for firing in firings:
+            alert = alert_from(firing, self._node, time.time_ns())
+            # The file comes first: who hears of an alert finds it there.
+            self._unwritten += not self._known(firing.run_id).append([alert])
+            self._counts[firing.run_id, alert.rule] += 1
+            self._total += 1
+            self._last = alert
+            logger.log(_LEVELS[alert.severity], "[trigger] run %s: %s", alert.run, alert.text)
+            if firing.rule.command is not None:
+                self._commands.run(firing.rule.command, alert_line(alert))
+            if firing.rule.action == "keep" and self._keeper is not None:
+                self._keeper.keep(firing.run_id, firing.iteration, alert.rule)
