@@ -44,6 +44,8 @@ VERBS: dict[str, _Verb] = {
     "stats": _Verb(
         "store.stats", "stats", "Show the counters: offered, committed, in flight, dropped, disk left."
     ),
+    "alerts": _Verb("live.alerts", "alerts", "Print what rules said about a run; follow a live one."),
+    "rules": _Verb("live.rules", "app", "Check the rules of [[trigger]]."),
     "ls": _Verb("store.ls", "ls", "List the series of a run, or count them by a field."),
     "show": _Verb("store.show", "show", "Show a series or a record: moments, statistics, values."),
     "compare": _Verb(

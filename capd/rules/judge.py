@@ -144,7 +144,7 @@ class Judge:
         place = run_id, header.path
         looking = self._looking.get(place)
         if looking is None:
-            looking = tuple(rule for rule in self._rules if rule.subjects.has_series(header.key))
+            looking = tuple(rule for rule in self._rules if rule.subjects.has_series(header.path, header.key))
             self._looking[place] = looking
             if len(self._looking) > _MOST_SERIES:
                 self._looking.popitem(last=False)

@@ -19,6 +19,7 @@ MAX_TRIGGERS = 32
 _MAX_NAME_CHARS = 64
 _MAX_WORDS = 64
 _MAX_WORD_CHARS = 4096
+_MAX_GLOB_CHARS = 1024
 _PHASES = ("pre", "post")
 _SELECTORS = (
     "include", "exclude", "layers", "components", "tensors", "operations", "steps", "micro_batches", "ranks",
@@ -52,13 +53,14 @@ class BaselineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class TriggerSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"for_": "for"}
 ):
-    """One rule. The selectors are those of `[[rule]]`, and `phases`; None excludes nothing.
+    """One rule. The selectors are those of `[[rule]]`, `phases` and `series`; None excludes nothing.
 
     Attributes:
         name: The name in alerts.
         metric: One of METRIC_NAMES.
         above, below: The limits; a value outside of them fires.
         factor_above: A value above the baseline by this factor fires.
+        series: Globs of the paths of series, as `capd ls` prints them.
         for_: The records in a row of one series that must be outside.
         cooldown: The iterations after an alert in which the rule is quiet for this rank.
         max_per_day: The most alerts of the rule in 24 hours of one run.
@@ -80,6 +82,7 @@ class TriggerSettings(
     tensors: _Texts | None = None
     operations: _Texts | None = None
     phases: _Texts | None = None
+    series: _Texts | None = None
     steps: RangeText | None = None
     micro_batches: RangeText | None = None
     ranks: RangeText | None = None
@@ -108,6 +111,8 @@ class TriggerSettings(
         for phase in texts(self.phases):
             if phase not in _PHASES:
                 raise ConfigError(f"phases: {phase[:80]!r} is unknown; known: {', '.join(_PHASES)}")
+        if self.series is not None:
+            _check_globs(texts(self.series))
         self._check_fitting(metric)
         self._check_limits(metric)
         self._check_command()
@@ -115,7 +120,7 @@ class TriggerSettings(
 
     def _check_fitting(self, metric: RuleMetric) -> None:
         allowed: Sequence[str] | None = {"scalar": _OF_SCALARS, "rank": _OF_RANKS}.get(metric.of)
-        for name in (*_SELECTORS, "phases"):
+        for name in (*_SELECTORS, "phases", "series"):
             if allowed is not None and getattr(self, name) is not None and name not in allowed:
                 raise ConfigError(f"{name}: {metric.text} is selected by {' and '.join(allowed)} alone")
         if metric.of == "rank" and self.for_ != 1:
@@ -173,6 +178,14 @@ class TriggerSettings(
             raise ConfigError(f"command: an argument has at most {_MAX_WORD_CHARS} characters, and no NUL")
 
 
+def _check_globs(globs: Sequence[str]) -> None:
+    if not 0 < len(globs) <= _MAX_WORDS:
+        raise ConfigError(f"series: 1 to {_MAX_WORDS} globs, not {len(globs)}; leave it out to have all")
+    for glob in globs:
+        if not 0 < len(glob) <= _MAX_GLOB_CHARS or not glob.isprintable():
+            raise ConfigError(f"series: {glob[:80]!r} is no glob of 1 to {_MAX_GLOB_CHARS} printable characters")
+
+
 def parse_triggers(tables: Sequence[Any]) -> list[TriggerSettings]:
     """Return the rules of the tables `[[trigger]]`.
 
@@ -208,6 +221,11 @@ def trigger_problems(tables: Any) -> list[str]:
     return problems
 
 
+_ALLOWED = {
+    "severity": ("info", "warning", "critical"),
+    "action": ("warn", "keep"),
+    "baseline.statistic": ("median",),
+}
 _KEYS = TriggerSettings.__struct_encode_fields__
 # Complete for the check of one other key.
 _COMPLETE = {"name": "x", "metric": "nan", "above": 0}
@@ -231,6 +249,8 @@ def _problem(check: Callable[[Any], object], table: Mapping[str, Any]) -> str:
     except (ConfigError, msgspec.ValidationError) as error:
         # msgspec says "Expected `int`, got `str` - at `$.field`".
         what, _, where = str(error).partition(" - at `$")
+        if what.startswith("Invalid enum value") and (allowed := _ALLOWED.get(where.strip(".`"))):
+            what += f"; known: {', '.join(allowed)}"
         return ": ".join(part for part in (where.strip(".`"), what) if part)
     return ""
 

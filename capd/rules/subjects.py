@@ -8,7 +8,7 @@ from capd.rules.metrics import RuleMetric
 from capd.rules.schema import TriggerSettings
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.scalars import is_scalar
-from capd_client.protocol.selection import Ranges
+from capd_client.protocol.selection import Ranges, matches_any
 from capd_client.rules.patterns import compile_pattern
 from capd_client.rules.schema import RangeText, texts
 
@@ -32,12 +32,15 @@ class Subjects:
             )
             if wanted is not None
         )  # fmt: skip
+        self._globs = None if rule.series is None else texts(rule.series)
         self._of_tensors = bool(self._names or self._include or self._exclude or self._layers is not None)
 
-    def has_series(self, key: Key) -> bool:
+    def has_series(self, path: str, key: Key) -> bool:
         """Return whether records of a series are looked at, at some moment."""
         scalar = is_scalar(key)
         if self._metric.of == "rank" or not self.has_rank(key.rank):
+            return False
+        if self._globs is not None and not matches_any(path, self._globs):
             return False
         if self._metric.of == "scalar":
             return scalar and key.tensor_name == self._metric.scalar

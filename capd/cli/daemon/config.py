@@ -14,6 +14,7 @@ import typer
 from capd.cli.options import Config, Json, Wide, flag
 from capd.cli.output import note, print_either
 from capd.cli.table import TextTables
+from capd_client.process.text import printable
 
 __all__ = ["app"]
 
@@ -58,7 +59,8 @@ def show(
 
     A variable whose name is nearly that of a setting is named on stderr, as by `capd run` and `capd serve`.
     """
-    from capd.config import misspelt_variables, resolve_daemon
+    from capd.config import load_triggers, misspelt_variables, resolve_daemon
+    from capd.rules.words import condition_text
 
     daemon = resolve_daemon({}, path=config)
     for line in misspelt_variables():
@@ -71,14 +73,20 @@ def show(
         values[name]["chosen"] = value
     job = _job_values(daemon.path)
     retention = _retention_values(daemon.path)
+    rules = {rule.name: condition_text(rule) for rule in load_triggers(path=daemon.path)}
     file = None if daemon.path is None else str(daemon.path)
     lines = [
         f"file: {file or 'none'}",
         *("", "daemon (capd serve, capd run)", *_table(values, wide)),
         *("", "retention (capd serve, once an hour; capd prune)", *_table(retention, wide)),
+        *(
+            ("", "rules (capd serve; `capd rules check` has them in words)", *_rule_lines(rules))
+            if rules
+            else ()
+        ),
         *("", "job (capd_client, in the training process)", *_table(job, wide)),
     ]
-    found = {"file": file, "daemon": values, "retention": retention, "job": job}
+    found = {"file": file, "daemon": values, "retention": retention, "rules": rules, "job": job}
     print_either(found, lines, as_json=as_json)
 
 
@@ -101,7 +109,7 @@ def check(
       2  there is such a setting
     """
     from capd.cli.jobs.settings import checked_settings
-    from capd.config import config_path, misspelt_variables, read_file, resolve_daemon
+    from capd.config import config_path, load_triggers, misspelt_variables, read_file, resolve_daemon
     from capd.errors import CapdError
 
     path = config_path(path=config)
@@ -113,11 +121,20 @@ def check(
                 resolve()
             except CapdError as error:
                 problems.append(str(error))
+        if not problems and (rules := load_triggers(path=path)):
+            from capd.rules.refusals import refusals
+
+            statistics = resolve_daemon({}, path=path).settings.statistics
+            problems += [f"{path}: {one}" for one in refusals(rules, statistics=statistics, keeps=False)]
     problems += misspelt_variables()
     right = [f"{path or 'the environment'}: nothing wrong"]
     print_either(problems, problems or right, as_json=as_json)
     if problems:
         raise typer.Exit(2)
+
+
+def _rule_lines(rules: Mapping[str, str]) -> list[str]:
+    return [f"  {name}  {printable(condition)}" for name, condition in rules.items()]
 
 
 def _chosen(settings: Any) -> dict[str, Any]:

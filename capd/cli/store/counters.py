@@ -10,7 +10,7 @@ from typing import Any
 from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched
-from capd.metrics import NO_RANK, DaemonStats, RunCounters, RunStats, SessionStats, UploadStats
+from capd.metrics import NO_RANK, AlertStats, DaemonStats, RunCounters, RunStats, SessionStats, UploadStats
 from capd.store.objects.address import Address, RunPlace, place_of
 
 __all__ = ["Counters", "Source"]
@@ -24,6 +24,7 @@ class Counters(RunCounters):
         disk_free: The bytes left on the disk; None for a run in an object store.
         why_full: The limit that refused a record as disk_full, "" if none did.
         upload: The uploads of the daemon; None without any, and without a daemon.
+        alerts: The rules of the daemon; None without any, and without a daemon.
         compression_ratio: raw_bytes / stored_bytes.
     """
 
@@ -35,6 +36,7 @@ class Counters(RunCounters):
     keep_free: int | None = None
     max_disk: int | None = None
     upload: UploadStats | None = None
+    alerts: AlertStats | None = None
 
 
 class Source:
@@ -130,6 +132,7 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
         keep_free=stats.keep_free,
         max_disk=stats.max_disk,
         upload=stats.upload,
+        alerts=stats.alerts,
         **run.model_dump(exclude={"sealed"}),
     )
 

@@ -13,7 +13,7 @@ from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.cli.store.counters import Counters
-    from capd.metrics import QuotaUse, SessionStats, UploadStats
+    from capd.metrics import AlertStats, QuotaUse, SessionStats, UploadStats
 
 __all__ = ["one_line", "render", "which_run"]
 
@@ -50,6 +50,8 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
         lines.append(f"disk left   {human_nbytes(counters.disk_free)}{kept}")
     if counters.upload is not None:
         lines.append(f"upload      {_upload(counters.upload)}")
+    if counters.alerts is not None:
+        lines.append(f"alerts      {_alerts(counters.alerts)}")
     if not counters.clean:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
@@ -78,6 +80,22 @@ def _upload(upload: UploadStats) -> str:
         *([printable(upload.note)] if upload.note else []),
     ]
     return "; ".join(parts)
+
+
+def _alerts(found: AlertStats) -> str:
+    last = f"; the last: {found.last_run}: {found.last}" if found.last else ""
+    parts = [
+        f"{human_count(found.alerts, 'alert')} of {human_count(found.rules, 'rule')}",
+        *([f"{human_count(found.suppressed)} suppressed"] if found.suppressed else []),
+        *([f"{human_count(found.records_left_out, 'record')} not judged"] if found.records_left_out else []),
+        *([f"{human_count(found.not_stored, 'alert')} not stored, see the log"] if found.not_stored else []),
+        *(
+            [f"{human_count(found.commands_failed, 'command')} failed, see the log"]
+            if found.commands_failed
+            else []
+        ),
+    ]
+    return printable(", ".join(parts) + last)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

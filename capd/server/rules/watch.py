@@ -16,6 +16,7 @@ from pathlib import Path
 from capd.errors import ConfigError
 from capd.metrics import AlertStats
 from capd.rules.judge import Firing, Judge
+from capd.rules.refusals import refusals
 from capd.rules.schema import TriggerSettings
 from capd.server.rules.alert_counters import AlertCounters
 from capd.server.rules.commands import AlertCommands
@@ -70,7 +71,8 @@ class RuleWatch(threading.Thread):
         self._judge = Judge(rules)
         self._rules, self._root, self._node, self._durable = rules, root, node, durable
         self._keeper = keeper
-        self._check(statistics)
+        if problems := refusals(rules, statistics=statistics, keeps=keeper is not None):
+            raise ConfigError(problems[0])
         self.feed = RecordFeed()
         self._looks: RankLooks | None = None
         self._commands = AlertCommands()
@@ -82,15 +84,6 @@ class RuleWatch(threading.Thread):
         self._counts: Counter[tuple[str, str]] = Counter()
         self._total = self._unwritten = 0
         self._last: Alert | None = None
-
-    def _check(self, statistics: bool) -> None:
-        for rule in self._rules:
-            if rule.action == "keep" and self._keeper is None:
-                raise ConfigError(
-                    f'trigger {rule.name!r}: action = "keep" needs [window]; write action = "warn"'
-                )
-            if not statistics and rule.check().of != "rank":
-                raise ConfigError(f"trigger {rule.name!r}: {rule.metric} needs statistics = true in [daemon]")
 
     # For other threads
 

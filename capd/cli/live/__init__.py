@@ -1,0 +1,1 @@
+"""The commands about what happens while a job runs: alerts, rules."""
