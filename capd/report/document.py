@@ -43,6 +43,7 @@ def document(
     quick: bool,
     choices: Sequence[FormatChoice] = (),
     scalars: Sequence[dict[str, Any]] = (),
+    alerts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Make the document of records from the named runs or directories.
 
@@ -52,6 +53,7 @@ def document(
         quick: Whether only stored statistics were read.
         choices: The formats that were to be measured.
         scalars: The lines of the runs' scalars (`capd.report.scalars.scalar_lines`).
+        alerts: The alerts of the runs (`capd.report.alert_rows`).
     """
     groups = gathered.groups
     return {
@@ -78,6 +80,7 @@ def document(
         },
         **format_numbers(groups),
         "scalars": list(scalars),
+        "alerts": list(alerts),
     }
 
 

@@ -12,7 +12,7 @@ from capd.report.document import MARK, grouped
 from capd.report.gather import BY_TENSOR, GROUPINGS
 from capd.report.names import sample_phrase
 from capd.report.verdict_document import calls_text, verdict_rows
-from capd_client.process.text import human_count, human_nbytes, human_value, table_lines
+from capd_client.process.text import human_count, human_nbytes, human_value, printable, table_lines
 
 __all__ = ["report_lines"]
 
@@ -47,6 +47,7 @@ def report_lines(plain: dict[str, Any]) -> Iterator[str]:
         yield f"sample: {phrase_text(sample_phrase(plain['sample']))}"
     yield "quantiles: none, no element was read (--quick)" if plain["quick"] else _about_quantiles(whole)
     yield from _verdict(plain["verdict"], plain["sources"])
+    yield from _alerts(plain["alerts"])
     yield from _scalars(plain["scalars"])
     for fields in GROUPINGS:
         yield ""
@@ -87,6 +88,24 @@ def _verdict(verdict: Row, sources: Sequence[str]) -> Iterator[str]:
     if worst:
         yield ""
         yield from table_lines(("worst tensors", "role", "format", *numbers[4:]), worst, numbers)
+
+
+def _alerts(found: Sequence[Row]) -> Iterator[str]:
+    """Yield a row for each alert, the first of them first."""
+    if not found:
+        return
+    rows = [
+        (
+            printable(one["rule"]), one["severity"], str(one["rank"]), f"{one['iteration']:,}",
+            one["value"] if isinstance(one["value"], str) else f"{one['value']:.6g}", f"{one['count']:,}",
+            printable(one["series"]),
+        )
+        for one in found[:_MAX_ROWS]
+    ]  # fmt: skip
+    yield from ("", human_count(len(found), "alert"))
+    headers = ("rule", "severity", "rank", "iteration", "value", "series", "first series")
+    yield from table_lines(headers, rows, headers[2:6])
+    yield from _more(len(found) - _MAX_ROWS)
 
 
 def _scalars(lines: Sequence[Row]) -> Iterator[str]:

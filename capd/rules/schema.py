@@ -183,7 +183,9 @@ def _check_globs(globs: Sequence[str]) -> None:
         raise ConfigError(f"series: 1 to {_MAX_WORDS} globs, not {len(globs)}; leave it out to have all")
     for glob in globs:
         if not 0 < len(glob) <= _MAX_GLOB_CHARS or not glob.isprintable():
-            raise ConfigError(f"series: {glob[:80]!r} is no glob of 1 to {_MAX_GLOB_CHARS} printable characters")
+            raise ConfigError(
+                f"series: {glob[:80]!r} is no glob of 1 to {_MAX_GLOB_CHARS} printable characters"
+            )
 
 
 def parse_triggers(tables: Sequence[Any]) -> list[TriggerSettings]:

@@ -133,6 +133,14 @@ ROWS: list[tuple[str, int, list[Panel]]] = [
         lines("Non-finite values", "NaN and Inf in records with statistics", "ops",
               (f"sum by (run_id, kind) ({rate('capd_values_nonfinite_total')})", "{{run_id}} {{kind}}")),
     ]),
+    ("Rules", HEIGHT, [
+        lines("Alerts", "What the rules of capd.toml said, by rule and severity", "short",
+              (f"sum by (run_id, rule, severity) (increase(capd_alerts_total{{{RUN}}}[$__rate_interval]))",
+               "{{run_id}} {{rule}} {{severity}}")),
+        lines("Kept quiet", "Rules that fired within their cooldown, and records that no rule judged", "ops",
+              (rate("capd_alerts_suppressed_total", DAEMON), "{{instance}} suppressed"),
+              (rate("capd_rule_records_omitted_total", DAEMON), "{{instance}} not judged")),
+    ]),
     ("Latency", HEIGHT, [
         heat_map("Commits", "From the arrival of a capture to its commit", "capd_commit_duration_seconds"),
         lines("Oldest capture", "The age of the oldest capture that is not committed", "s",

@@ -145,6 +145,7 @@ class _Content(NamedTuple):
 
 
 def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) -> _Content:
+    from capd.report.alert_rows import alert_rows
     from capd.report.document import document
     from capd.report.page.data import page_data
     from capd.report.page.html import page_html
@@ -155,7 +156,10 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
         note(f"skipped {one.name}: {one.reason}")
     gathered = gathered_of(found, quick=quick, choices=choices, channels=not quick, series=True)
     gathered.skipped += damaged
-    plain = document(found.names, gathered, quick=quick, choices=choices, scalars=scalars)
+    plain = document(
+        found.names, gathered, quick=quick, choices=choices, scalars=scalars,
+        alerts=[] if found.files else alert_rows(found.names),
+    )  # fmt: skip
     return _Content(
         gathered, plain, page_html(page_data(plain, gathered, files=found.files, choices=choices))
     )

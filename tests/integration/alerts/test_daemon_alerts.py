@@ -127,7 +127,10 @@ def test_a_nan_at_one_step_of_one_rank_is_an_alert_within_three_seconds(start: S
         # Log, metric, STATS and the command line say the same.
         [line] = [line for line in daemon.text().splitlines() if "[trigger] run run: nan" in line]
         assert "rank 1, iteration 23" in line
-        name = ("capd_alerts_total", frozenset({("run_id", "run"), ("rule", "nan"), ("severity", "critical")}))
+        name = (
+            "capd_alerts_total",
+            frozenset({("run_id", "run"), ("rule", "nan"), ("severity", "critical")}),
+        )
         wait_for(lambda: get(address_of(daemon)).samples.get(name) == 1, "the metric")
         stats = daemon.stats()["alerts"]
         assert (stats["alerts"], stats["last"], stats["records_left_out"]) == (1, alert.text, 0)
@@ -239,7 +242,9 @@ def test_a_scalar_spike_is_an_alert(start: Start, rank: Rank) -> None:
         (NAN.replace('"nan"\nabove', '"nann"\nabove'), "", "did you mean nan?"),
     ],
 )
-def test_a_rule_that_cannot_be_followed_stops_the_start(start: Start, rule: str, head: str, said: str) -> None:
+def test_a_rule_that_cannot_be_followed_stops_the_start(
+    start: Start, rule: str, head: str, said: str
+) -> None:
     daemon = start(rule, head=head, wait=False)
     assert daemon.process.wait(30) == 2
     [line] = [line for line in daemon.text().splitlines() if said in line]

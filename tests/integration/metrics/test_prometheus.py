@@ -27,10 +27,12 @@ def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> 
     token = runtime_dir / "token"
     token.write_text("s3cret-s3cret-s3cret\n")
     token.chmod(0o600)
+    config = runtime_dir / "capd.toml"
+    config.write_text('[[trigger]]\nname = "nan"\nmetric = "nan"\nabove = 0\n')
     with daemons() as made:
         made.append(
             DaemonProcess(runtime_dir / "store", runtime_dir / "s.sock", "--metrics", "127.0.0.1:0",
-                          "--metrics-token-file", str(token), "--durability", "durable",
+                          "--metrics-token-file", str(token), "--durability", "durable", "--config", str(config),
                           "--upload-to", f"file://{tmp_path}/uploaded",
                           env={**os.environ, "CAPD_RUN_MAX": "100GB"})
         )  # fmt: skip

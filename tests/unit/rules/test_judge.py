@@ -29,10 +29,20 @@ class Bench:
         self.now_s, self.time_ns = 0.0, 10**18
 
     def record(
-        self, iteration: int, *values: float, name: str = "input", rank: int = 0, run: str = "run", **more: Any
+        self,
+        iteration: int,
+        *values: float,
+        name: str = "input",
+        rank: int = 0,
+        run: str = "run",
+        **more: Any,
     ) -> None:
         key = more.pop("key", None) or Key(
-            quant_type="bf16", rank=rank, tensor_name=name, layer=more.pop("layer", 0), module=more.pop("module", "m")
+            quant_type="bf16",
+            rank=rank,
+            tensor_name=name,
+            layer=more.pop("layer", 0),
+            module=more.pop("module", "m"),
         )
         stats = summarise(np.array(values, "f8"), "float64")
         header = SeriesHeader(more.pop("path", f"rank{rank}/{name}"), key, "float64", "none", GEOMETRY)
@@ -251,7 +261,9 @@ def test_a_run_that_was_removed_is_forgotten() -> None:
     assert bench.at() == [5]
 
 
-def test_the_memory_of_series_is_bounded_and_what_was_forgotten_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_series_is_bounded_and_what_was_forgotten_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(judging, "_MOST_STATES", 10)
     monkeypatch.setattr(judging, "_MOST_SERIES", 10)
     bench = Bench({"metric": "jump", "above": 2, "cooldown": 0})

@@ -13,6 +13,7 @@ from capd.server.metrics.families import Facts, families
 from capd.server.metrics.host import FileSystem, Process
 from capd.server.metrics.snapshot import Snapshot
 from capd.server.metrics.text import render
+from capd.server.rules.alert_counters import AlertCounters
 from capd.server.runs.figures import RankFigures, RunFigures
 from capd.store.upload.sending.figures import UploadCounters
 from capd_client.protocol.counter_page import DROP_REASONS
@@ -46,6 +47,7 @@ def snapshot(*runs: RunFigures, **changes: Any) -> Snapshot:
         "syncs": ([0] * 11, 0.0), "seals": ([0] * 11, 0.0), "encoders": [], "used_nbytes": 7,
         "store_failed": False, "refuses": False,
         "uploads": UploadCounters(5, 4096, {"unreachable": 2, "full": 0}, 1024, 12.5),
+        "alerts": AlertCounters({("run", "nan", "critical"): 2, ("gone", "nan", "critical"): 1}, 7, 3),
     }  # fmt: skip
     return Snapshot(**{**fields, **changes})
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from capd.errors import StoreError
 from capd.store.alerts import file as alert_file
-from capd.store.alerts.alert import MAX_LINE_NBYTES, Alert, alert_line, alert_of
+from capd.store.alerts.alert import MAX_LINE_NBYTES, alert_line, alert_of
 from capd.store.alerts.file import (
     AlertFollower,
     AlertWriter,
@@ -20,15 +19,7 @@ from capd.store.alerts.file import (
     read_alerts,
     whole_lines,
 )
-
-
-def alert(number: int = 0, **changes: Any) -> Alert:
-    fields: dict[str, Any] = {
-        "time_ns": number, "rule": "nan", "severity": "warning", "metric": "nan", "run": "run", "node": "n", "rank": 0,
-        "iteration": number, "micro_batch": 0, "series": "a/b", "value": 1.0, "limit": 0.0, "text": "a text", "count": 1,
-        "series_paths": ["a/b"],
-    }  # fmt: skip
-    return Alert(**{**fields, **changes})
+from tests.kit.store.alerting import alert
 
 
 @pytest.fixture
