@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from capd.rules.metrics import RuleMetric
 from capd.rules.schema import BaselineSettings, TriggerSettings
-from capd.rules.series_state import SeriesState
 from capd.rules.subjects import Subjects
+from capd.rules.watched_series import WatchedSeries
 from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
 
 __all__ = ["MAX_LISTED", "Firing", "Judge"]
@@ -97,7 +97,7 @@ class _Rule:
         values = self.baseline.iterations if self.baseline else 0
         room = _STATES_NBYTES // rules // (_STATE_NBYTES + 8 * values)
         self.room = min(_MOST_STATES, room)
-        self.series: OrderedDict[tuple[str, str], SeriesState] = OrderedDict()
+        self.series: OrderedDict[tuple[str, str], WatchedSeries] = OrderedDict()
         self.ranks: OrderedDict[Place, _RankState] = OrderedDict()
         self.open: dict[Place, Firing] = {}
         # Run → the times of the alerts of the last 24 hours.
@@ -188,15 +188,15 @@ class Judge:
         )  # fmt: skip
         self._fire(rule, known, found, time_ns)
 
-    def _state(self, rule: _Rule, place: tuple[str, str], attempt: int) -> SeriesState:
-        state, is_full = _kept(rule.series, place, partial(SeriesState, attempt, rule.baseline), rule.room)
+    def _state(self, rule: _Rule, place: tuple[str, str], attempt: int) -> WatchedSeries:
+        state, is_full = _kept(rule.series, place, partial(WatchedSeries, attempt, rule.baseline), rule.room)
         self.forgotten += is_full
         if state.attempt != attempt:
-            state = rule.series[place] = SeriesState(attempt, rule.baseline)
+            state = rule.series[place] = WatchedSeries(attempt, rule.baseline)
         return state
 
     @staticmethod
-    def _value(rule: _Rule, state: SeriesState | None, stats: StatsRow) -> float | None:
+    def _value(rule: _Rule, state: WatchedSeries | None, stats: StatsRow) -> float | None:
         if rule.metric.value is not None:
             return rule.metric.value(stats)
         assert state is not None  # noqa: S101 - a jump remembers
@@ -208,7 +208,7 @@ class Judge:
 
     @staticmethod
     def _above_baseline(
-        rule: _Rule, state: SeriesState, place: Place, iteration: int, value: float
+        rule: _Rule, state: WatchedSeries, place: Place, iteration: int, value: float
     ) -> float | None:
         settings, wanted, baseline = rule.settings, rule.baseline, state.baseline
         # The caller has a baseline.

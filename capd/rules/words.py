@@ -8,7 +8,8 @@ from capd_client.rules.schema import texts
 __all__ = ["condition_text", "rule_text"]
 
 _SELECTED = (
-    "include", "exclude", "layers", "components", "tensors", "operations", "phases", "series", "steps", "micro_batches", "ranks",
+    "include", "exclude", "layers", "components", "tensors", "operations", "phases", "series", "steps",
+    "micro_batches", "ranks",
 )  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def test_every_variable_that_the_client_reads_is_documented() -> None:
     source = "".join(path.read_text() for path in files if path.parent.name != "bootstrap")
     read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
 
-    tables = ("when", "daemon", "quota", "upload", "retention")
+    tables = ("when", "daemon", "quota", "upload", "retention", "trigger")
     keys = {name for name in FileSettings.__struct_fields__ if name not in tables}
     keys |= {f"when.{name}" for name in WhenSettings.__struct_fields__}
     assert keys <= {setting.key for setting in _SETTINGS.values()}

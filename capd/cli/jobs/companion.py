@@ -5,6 +5,7 @@ The job comes first. Once the job runs, no failure of the daemon stops it or cha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -25,11 +26,13 @@ from capd.cli.output import human_count, human_nbytes, note
 from capd.cli.signals import signals_put_off
 from capd.config import load_daemon_settings
 from capd.drops import describe_drops, left_out, lost
-from capd.errors import EndpointError
+from capd.errors import EndpointError, StoreError
 from capd.metrics import DaemonStats, RunStats
 from capd.server.net.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.runs.names import check_run_id, new_run_id
 from capd.server.runs.unsealed import EXIT_UNSEALED
+from capd.store.alerts.file import alerts_of_run
+from capd_client.process.text import printable
 from capd_client.protocol.control import Control
 
 __all__ = ["Captured", "Companion", "join", "start"]
@@ -238,4 +241,10 @@ def summary(run: RunStats) -> list[str]:
         lines.append(f"{who} killed by {end}")
     if run.in_flight:
         lines.append(f"{human_count(run.in_flight)} captures are still in flight: a rank is alive")
+    with contextlib.suppress(StoreError, OSError):
+        if alerts := alerts_of_run(Path(run.path)):
+            count = human_count(len(alerts), "alert")
+            lines.append(
+                f"{count}, the first: {printable(alerts[0].text)}; `capd alerts {run.path}` lists them"
+            )
     return lines

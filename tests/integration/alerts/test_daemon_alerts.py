@@ -108,7 +108,10 @@ def job(daemon: DaemonProcess, *words: str) -> Iterator[list[subprocess.Popen[st
 
 def test_a_nan_at_one_step_of_one_rank_is_an_alert_within_three_seconds(start: Start, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    script = "import sys, os, json; json.dump([json.load(sys.stdin), dict(os.environ), os.listdir('/proc/self/fd')], open(sys.argv[1], 'w'))"
+    script = (
+        "import sys, os, json; found = json.load(sys.stdin), dict(os.environ), os.listdir('/proc/self/fd'); "
+        "json.dump(found, open(sys.argv[1], 'w'))"
+    )
     command = json.dumps([sys.executable, "-c", script, str(said)])
     daemon = start(f"{NAN}command = {command}\n", "--metrics", "127.0.0.1:0")
     run = daemon.store / "run.zarr"
@@ -218,8 +221,8 @@ def test_lost_captures_are_an_alert_and_chosen_ones_are_not(start: Start, rank: 
 
 
 def test_a_scalar_spike_is_an_alert(start: Start, rank: Rank) -> None:
-    rule = '[[trigger]]\nname = "spike"\nmetric = "scalar:loss"\nfactor_above = 1.3\nbaseline = {iterations = 10, min = 5}\n'
-    daemon = start(rule)
+    rule = '[[trigger]]\nname = "spike"\nmetric = "scalar:loss"\nfactor_above = 1.3\n'
+    daemon = start(rule + "baseline = {iterations = 10, min = 5}\n")
     rank.connect()
     key = Key(
         quant_type="scalar", rank=0, tensor_name="loss", phase="post", layer_type="scalar", operation="step"

@@ -15,8 +15,8 @@ def alert(number: int = 0, **changes: Any) -> Alert:
     """An alert at an iteration."""
     fields: dict[str, Any] = {
         "time_ns": number, "rule": "nan", "severity": "warning", "metric": "nan", "run": "run", "node": "n", "rank": 0,
-        "iteration": number, "micro_batch": 0, "series": "a/b", "value": 1.0, "limit": 0.0, "text": "a text", "count": 1,
-        "series_paths": ["a/b"],
+        "iteration": number, "micro_batch": 0, "series": "a/b", "value": 1.0, "limit": 0.0, "text": "a text",
+        "count": 1, "series_paths": ["a/b"],
     }  # fmt: skip
     return Alert(**{**fields, **changes})
 

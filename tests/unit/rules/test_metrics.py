@@ -40,7 +40,7 @@ def test_counts_and_moments() -> None:
 def test_the_underflow_of_a_format_is_exact(fmt: str) -> None:
     sizes = np.abs(FINITE)
     below = ((sizes > 0) & (sizes < grids()[fmt].smallest)).sum()
-    assert 0 < below
+    assert below > 0
     assert value(f"underflow:{fmt}") == below / VALUES.size
 
 

@@ -77,7 +77,8 @@ def test_a_wrong_table_is_named_with_its_key_and_what_is_allowed(changes: dict[s
 def test_all_problems_are_listed_and_a_start_names_the_first(tmp_path: Path) -> None:
     file = tmp_path / "capd.toml"
     file.write_text(
-        '[[trigger]]\nname = "a"\nmetric = "nan"\nabove = 0\nfor = 0\n[[trigger]]\nname = "a"\nmetric = "x"\nabove = 1\n'
+        '[[trigger]]\nname = "a"\nmetric = "nan"\nabove = 0\nfor = 0\n'
+        '[[trigger]]\nname = "a"\nmetric = "x"\nabove = 1\n'
     )
     problems = read_file(file)[1]
     assert [one.removeprefix(f"{file}: ") for one in problems] == [

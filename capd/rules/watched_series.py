@@ -8,7 +8,7 @@ from statistics import median
 
 from capd.rules.schema import BaselineSettings
 
-__all__ = ["Baseline", "SeriesState"]
+__all__ = ["Baseline", "WatchedSeries"]
 
 
 class Baseline:
@@ -55,7 +55,7 @@ class Baseline:
         self._median = None
 
 
-class SeriesState:
+class WatchedSeries:
     """The state of one rule and series, for one attempt of the job: an earlier one may have diverged."""
 
     __slots__ = ("attempt", "baseline", "in_a_row", "last_absmax")
