@@ -1,0 +1,145 @@
+"""The thread of the rules: what does not fit is counted, a file that cannot be written too, and a new run is new."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from capd.errors import ConfigError
+from capd.rules.schema import parse_triggers
+from capd.server.rules.commands import MAX_WAITING as MAX_COMMANDS
+from capd.server.rules.commands import AlertCommands
+from capd.server.rules.record_feed import MAX_WAITING, RecordFeed
+from capd.server.rules.watch import RuleWatch
+from capd.store.alerts.file import alerts_of_run, alerts_path
+from capd.store.format.frames import RecordRow, SeriesHeader
+from capd.store.format.geometry import Geometry
+from capd.store.format.statistics import summarise
+from capd_client.protocol.key import Key, Moment
+from tests.kit.daemon import wait_for
+
+HEADER = SeriesHeader(
+    "a/b", Key(quant_type="bf16", rank=0, tensor_name="input"), "float32", "none", Geometry((4,), (4,), 4, 4, 4)
+)
+NAN = {"name": "nan", "metric": "nan", "above": 0}
+
+
+def row(iteration: int, value: float = float("nan")) -> RecordRow:
+    stats = summarise(np.array([value], "f4"), "float32")
+    return RecordRow(b"c" * 16, iteration, (1,), 4, Moment(iteration=iteration), stats=stats)
+
+
+class Kept:
+    """A flight recorder that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, str]] = []
+
+    def keep(self, run_id: str, iteration: int, reason: str) -> None:
+        self.asked.append((run_id, iteration, reason))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "run.zarr" / ".capd" / "node=n").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def watch(root: Path) -> Iterator[RuleWatch]:
+    found = RuleWatch(parse_triggers([NAN]), root, "n", durable=True, statistics=True)
+    found.start()
+    yield found
+    found.stop(30.0)
+
+
+def test_a_full_queue_leaves_records_out_and_counts_them() -> None:
+    feed = RecordFeed()
+    batch = [(HEADER, row(0))] * 1000
+    for _ in range(20):
+        feed.offer("run", batch)
+    held = MAX_WAITING // 1000
+    assert (feed.offered, feed.left_out) == (20_000, 20_000 - 1000 * held)
+    assert feed.take() == ("run", batch)
+    feed.offer("run", batch)
+    assert feed.left_out == 20_000 - 1000 * held
+    for _ in range(held):
+        assert feed.take() is not None
+    assert feed.take() is None
+
+
+def test_records_that_wait_at_the_end_are_judged(watch: RuleWatch, root: Path) -> None:
+    for iteration in range(0, 1000, 100):
+        watch.feed.offer("run", [(HEADER, row(iteration))])
+    watch.stop(30.0)
+    assert [one.iteration for one in alerts_of_run(root / "run.zarr")] == list(range(0, 1000, 100))
+    assert watch.stats().alerts == 10
+
+
+def test_a_file_that_cannot_be_written_costs_no_alert_in_the_log(
+    watch: RuleWatch, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = alerts_path(root / "run.zarr", "n")
+    path.mkdir()
+    watch.feed.offer("run", [(HEADER, row(0)), (HEADER, row(200))])
+    wait_for(lambda: watch.stats().alerts == 2, "two alerts")
+    assert watch.stats().not_stored == 2
+    said = [one.message for one in caplog.records]
+    assert sum("are only in this log" in one for one in said) == 1
+    assert sum(one.startswith("[trigger] run run: nan") for one in said) == 2
+    path.rmdir()
+    watch.feed.offer("run", [(HEADER, row(400))])
+    wait_for(lambda: len(alerts_of_run(root / "run.zarr")) == 1, "the third alert")
+
+
+def test_a_run_that_was_removed_and_begun_again_fires_again(watch: RuleWatch, root: Path) -> None:
+    watch.feed.offer("run", [(HEADER, row(5))])
+    wait_for(lambda: alerts_of_run(root / "run.zarr"), "the first alert")
+    (root / "run.zarr").rename(root / "old")
+    (root / "run.zarr" / ".capd" / "node=n").mkdir(parents=True)
+    watch.feed.offer("run", [(HEADER, row(5))])
+    wait_for(lambda: alerts_of_run(root / "run.zarr"), "the alert of the new run")
+    shutil.rmtree(root / "old")
+    assert watch.stats().suppressed == 0
+
+
+def test_a_flight_recorder_is_asked_and_without_one_the_rule_is_refused(root: Path) -> None:
+    rules = parse_triggers([{**NAN, "action": "keep"}])
+    with pytest.raises(ConfigError, match=r'trigger .nan.: action: "keep" needs \[window\]'):
+        RuleWatch(rules, root, "n", durable=False, statistics=True)
+    keeper = Kept()
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeper=keeper)
+    watch.start()
+    watch.feed.offer("run", [(HEADER, row(37))])
+    watch.stop(30.0)
+    assert keeper.asked == [("run", 37, "nan")]
+
+
+def test_commands_that_do_not_fit_are_counted_and_the_running_one_ends_with_the_daemon(tmp_path: Path) -> None:
+    commands = AlertCommands()
+    for _ in range(MAX_COMMANDS + 5):
+        commands.run(["sleep", "600"], b"{}")
+    wait_for(lambda: commands.left_out >= 4, "too many commands")
+    began = time.monotonic()
+    commands.stop(0.2)
+    assert time.monotonic() - began < 20
+
+
+def test_a_command_gets_few_variables_and_its_failure_is_counted(tmp_path: Path) -> None:
+    commands = AlertCommands({"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "CAPD_ENDPOINT": "y"})
+    script = "import sys, os, json; json.dump([sys.stdin.read(), dict(os.environ)], open(sys.argv[1], 'w'))"
+    commands.run([sys.executable, "-c", script, str(tmp_path / "said")], b"a line\n")
+    commands.run(["false"], b"x" * 1_000_000)
+    commands.run(["/nowhere/it"], b"")
+    commands.stop(30.0)
+    told, environment = json.loads((tmp_path / "said").read_text())
+    assert told == "a line\n"
+    assert environment.keys() - {"LC_CTYPE"} == {"PATH"}
+    assert (commands.failed, commands.left_out) == (2, 0)
