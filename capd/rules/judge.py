@@ -50,6 +50,7 @@ class Firing:
         rule: The rule.
         run_id: The run.
         rank: The rank.
+        attempt: The attempt of the job.
         iteration: The iteration.
         micro_batch: The micro-batch of the first series.
         value: The value of the first series, or of the rank. It may be NaN or infinite.
@@ -62,6 +63,7 @@ class Firing:
     rule: TriggerSettings
     run_id: str
     rank: int
+    attempt: int
     iteration: int
     micro_batch: int
     value: float
@@ -73,11 +75,17 @@ class Firing:
 
 @dataclass(slots=True)
 class _RankState:
-    """What one rule knows of one rank. last: the iteration of its last alert."""
+    """What one rule knows of one rank. last: attempt and iteration of its last alert."""
 
-    last: int | None = None
+    last: tuple[int, int] | None = None
     is_outside: bool = False
     unclean: deque[int] = field(default_factory=lambda: deque(maxlen=_UNCLEAN))
+
+    def is_quiet(self, attempt: int, iteration: int, cooldown: int) -> bool:
+        """Return whether the cooldown lasts. A record may come late, and a job may go back some iterations."""
+        if self.last is None or self.last[0] != attempt:
+            return False
+        return abs(iteration - self.last[1]) < max(1, cooldown)
 
     def is_clean(self, iteration: int) -> bool:
         return iteration not in self.unclean
@@ -121,12 +129,17 @@ class Judge:
         self.suppressed = 0
         self._ready: list[Firing] = []
 
-    def restore(self, run_id: str, fired: Iterable[tuple[str, int, int, int]]) -> None:
-        """Continue the cooldowns and day limits of earlier daemons: (rule, rank, iteration, time_ns) of each alert."""
+    def restore(self, run_id: str, fired: Iterable[tuple[str, int, int, int, int]]) -> None:
+        """Continue the cooldowns and day limits of earlier daemons.
+
+        Args:
+            run_id: The run.
+            fired: Rule, rank, attempt, iteration and time_ns of each alert, in order.
+        """
         rules = {rule.settings.name: rule for rule in self._rules}
-        for name, rank, iteration, time_ns in fired:
+        for name, rank, attempt, iteration, time_ns in fired:
             if (rule := rules.get(name)) is not None:
-                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].last = iteration
+                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].last = attempt, iteration
                 self._day(rule, run_id).append(time_ns)
 
     def forget(self, run_id: str) -> None:
@@ -183,7 +196,7 @@ class Judge:
         if state is not None and state.in_a_row < rule.settings.for_:
             return
         found = Firing(
-            rule.settings, run_id, rank, moment.iteration, moment.micro_batch, value, limit, now_s,
+            rule.settings, run_id, rank, moment.attempt, moment.iteration, moment.micro_batch, value, limit, now_s,
             paths={place[1]: None},
         )  # fmt: skip
         self._fire(rule, known, found, time_ns)
@@ -229,9 +242,18 @@ class Judge:
         return limit if limit is not None and value > limit else None
 
     def rank(
-        self, run_id: str, rank: int, iteration: int, metric: str, value: float, now_s: float, time_ns: int
+        self, at: tuple[str, int, int, int], metric: str, value: float, now_s: float, time_ns: int
     ) -> None:
-        """Apply the rules of a metric of ranks. A rule fires when its condition becomes true."""
+        """Apply the rules of a metric of ranks. A rule fires when its condition becomes true.
+
+        Args:
+            at: The run, the rank, its attempt and its iteration.
+            metric: The metric.
+            value: Its value.
+            now_s: The time on the caller's clock.
+            time_ns: The time, as nanoseconds since 1970.
+        """
+        run_id, rank, attempt, iteration = at
         for rule in self._rules:
             if rule.metric.text != metric or not rule.subjects.has_rank(rank):
                 continue
@@ -242,7 +264,7 @@ class Judge:
                 self._fire(
                     rule,
                     known,
-                    Firing(rule.settings, run_id, rank, iteration, 0, value, limit, now_s),
+                    Firing(rule.settings, run_id, rank, attempt, iteration, 0, value, limit, now_s),
                     time_ns,
                 )
 
@@ -250,12 +272,12 @@ class Judge:
         place = found.run_id, found.rank
         held = rule.open.get(place)
         if held is not None:
-            if held.iteration == found.iteration:
+            if (held.attempt, held.iteration) == (found.attempt, found.iteration):
                 if len(held.paths) < _MOST_FIRED:
                     held.paths |= found.paths
                 return
             self._ready.append(rule.open.pop(place))
-        if known.last is not None and 0 <= found.iteration - known.last < max(1, rule.settings.cooldown):
+        if known.is_quiet(found.attempt, found.iteration, rule.settings.cooldown):
             self.suppressed += 1
             return
         day = self._day(rule, found.run_id)
@@ -266,7 +288,7 @@ class Judge:
             return
         day.append(time_ns)
         found.is_last = len(day) == rule.settings.max_per_day
-        known.last = found.iteration
+        known.last = found.attempt, found.iteration
         rule.open[place] = found
 
     @staticmethod

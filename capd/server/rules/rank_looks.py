@@ -21,6 +21,7 @@ class RankLook(NamedTuple):
 
     run_id: str
     rank: int
+    attempt: int
     iteration: int
     silent: float
     drops: int
@@ -65,6 +66,7 @@ class RankLooks:
                 yield RankLook(
                     run.run_id,
                     rank.hello.rank,
+                    rank.hello.attempt + rank.shift,
                     max(0, begun - 1),
                     now - seen.since,
                     losses - seen.losses[0][1],

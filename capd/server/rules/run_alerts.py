@@ -45,6 +45,7 @@ def alert_from(firing: Firing, node: str, time_ns: int) -> Alert:
         text=text,
         count=len(paths),
         series_paths=list(islice(paths, MAX_LISTED_SERIES)),
+        attempt=firing.attempt,
     )
 
 

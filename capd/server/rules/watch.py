@@ -172,7 +172,7 @@ class RuleWatch(threading.Thread):
         for look in self._looks.look():
             self._known(look.run_id)
             for metric, value in (("silent", look.silent), ("drops", float(look.drops))):
-                self._judge.rank(look.run_id, look.rank, look.iteration, metric, value, now, time.time_ns())
+                self._judge.rank(look[:4], metric, value, now, time.time_ns())
 
     def _known(self, run_id: str) -> RunAlerts:
         """Return the alerts of a run. The first call continues the cooldowns that its file tells of."""
@@ -183,7 +183,7 @@ class RuleWatch(threading.Thread):
             self._judge.forget(run_id)
         found = RunAlerts(self._root / f"{run_id}.zarr", self._node, durable=self._durable)
         self._judge.restore(
-            run_id, ((one.rule, one.rank, one.iteration, one.time_ns) for one in found.earlier())
+            run_id, ((one.rule, one.rank, one.attempt, one.iteration, one.time_ns) for one in found.earlier())
         )
         self._runs[run_id] = found
         if len(self._runs) > _MOST_RUNS:

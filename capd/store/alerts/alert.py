@@ -36,6 +36,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
         metric: What it looks at, as in the rule.
         run, node: Where.
         rank, iteration, micro_batch: Of the first series that fired.
+        attempt: The attempt of the job.
         series: The path of this series; "" for a rank.
         value: The value there; "NaN", "Infinity" or "-Infinity" if it is no finite number.
         limit: The limit that it passed.
@@ -59,6 +60,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: _Text
     count: _Index
     series_paths: Annotated[list[_Text], msgspec.Meta(max_length=MAX_LISTED_SERIES)]
+    attempt: _Index = 0
 
 
 _encode = msgspec.json.Encoder().encode

@@ -91,6 +91,12 @@ def test_the_cooldown_counts_iterations_and_a_restarted_job_fires_again() -> Non
         bench.record(iteration, math.nan)
     assert bench.at() == [0, 10, 20]
     assert bench.judge.suppressed == 22
+    # A record that comes late is of the alert before.
+    bench.record(18, math.nan)
+    assert bench.at() == []
+    bench.record(20, math.nan, attempt=1)
+    assert bench.at() == [20]
+    # A job may go back by itself.
     bench.record(3, math.nan, attempt=1)
     assert bench.at() == [3]
 
@@ -233,9 +239,9 @@ def test_a_rank_fires_when_its_condition_becomes_true() -> None:
     bench = Bench({"metric": "silent", "above": 30, "cooldown": 0, "ranks": "0"})
     for second in range(100):
         for rank in (0, 1):
-            bench.judge.rank("run", rank, 5, "silent", float(second), bench.now_s, bench.time_ns)
-    bench.judge.rank("run", 0, 6, "silent", 0.0, bench.now_s, bench.time_ns)
-    bench.judge.rank("run", 0, 6, "silent", 31.0, bench.now_s, bench.time_ns)
+            bench.judge.rank(("run", rank, 0, 5), "silent", float(second), bench.now_s, bench.time_ns)
+    bench.judge.rank(("run", 0, 0, 6), "silent", 0.0, bench.now_s, bench.time_ns)
+    bench.judge.rank(("run", 0, 0, 6), "silent", 31.0, bench.now_s, bench.time_ns)
     assert [(one.rank, one.iteration, one.value, one.paths) for one in bench.fired()] == [
         (0, 5, 31.0, {}), (0, 6, 31.0, {}),
     ]  # fmt: skip
@@ -244,7 +250,9 @@ def test_a_rank_fires_when_its_condition_becomes_true() -> None:
 def test_cooldowns_and_days_continue_from_earlier_alerts() -> None:
     bench = Bench({**NAN, "cooldown": 10, "max_per_day": 2}, {**NAN, "name": "other"})
     old = bench.time_ns - DAY_NS - 1
-    bench.judge.restore("run", [("mine", 0, 5, old), ("mine", 0, 90, bench.time_ns - 1), ("gone", 0, 1, 1)])
+    bench.judge.restore(
+        "run", [("mine", 0, 0, 5, old), ("mine", 0, 0, 90, bench.time_ns - 1), ("gone", 0, 0, 1, 1)]
+    )
     for iteration in (92, 100, 110):
         bench.record(iteration, math.nan)
     found = [(one.rule.name, one.iteration) for one in bench.fired()]

@@ -26,7 +26,11 @@ from capd_client.protocol.key import Key, Moment
 from tests.kit.daemon import wait_for
 
 HEADER = SeriesHeader(
-    "a/b", Key(quant_type="bf16", rank=0, tensor_name="input"), "float32", "none", Geometry((4,), (4,), 4, 4, 4)
+    "a/b",
+    Key(quant_type="bf16", rank=0, tensor_name="input"),
+    "float32",
+    "none",
+    Geometry((4,), (4,), 4, 4, 4),
 )
 NAN = {"name": "nan", "metric": "nan", "above": 0}
 
@@ -122,7 +126,9 @@ def test_a_flight_recorder_is_asked_and_without_one_the_rule_is_refused(root: Pa
     assert keeper.asked == [("run", 37, "nan")]
 
 
-def test_commands_that_do_not_fit_are_counted_and_the_running_one_ends_with_the_daemon(tmp_path: Path) -> None:
+def test_commands_that_do_not_fit_are_counted_and_the_running_one_ends_with_the_daemon(
+    tmp_path: Path,
+) -> None:
     commands = AlertCommands()
     for _ in range(MAX_COMMANDS + 5):
         commands.run(["sleep", "600"], b"{}")
