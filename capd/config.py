@@ -368,7 +368,7 @@ def load_triggers(
     """Return the tables [[trigger]] of the capd.toml in effect; empty without any.
 
     Raises:
-        ConfigError: A key of the file is unknown or has a bad value.
+        ConfigError: A key of the file is unknown or has a bad value, or the daemon cannot do what a rule asks.
     """
     file = config_path(environ, path)
     if file is None:
@@ -378,9 +378,14 @@ def load_triggers(
     if not tables:
         return ()
     # A daemon without rules does not need them.
+    from capd.rules.refusals import refusals
     from capd.rules.schema import parse_triggers
 
-    return parse_triggers(tables)
+    rules = parse_triggers(tables)
+    statistics = load_daemon_settings({}, environ, path).statistics
+    if problems := refusals(rules, statistics=statistics, keeps=False):
+        raise ConfigError(f"{file}: {problems[0]}")
+    return rules
 
 
 def load_daemon_settings(

@@ -116,16 +116,15 @@ def check(
     problems = [] if path is None else read_file(path)[1]
     if not problems:
         environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
-        for resolve in (lambda: resolve_daemon({}, path=path), lambda: checked_settings(environ)):
+        for resolve in (
+            lambda: resolve_daemon({}, path=path),
+            lambda: load_triggers(path=path),
+            lambda: checked_settings(environ),
+        ):
             try:
                 resolve()
             except CapdError as error:
                 problems.append(str(error))
-        if not problems and (rules := load_triggers(path=path)):
-            from capd.rules.refusals import refusals
-
-            statistics = resolve_daemon({}, path=path).settings.statistics
-            problems += [f"{path}: {one}" for one in refusals(rules, statistics=statistics, keeps=False)]
     problems += misspelt_variables()
     right = [f"{path or 'the environment'}: nothing wrong"]
     print_either(problems, problems or right, as_json=as_json)

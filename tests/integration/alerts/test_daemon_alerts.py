@@ -251,7 +251,7 @@ def test_a_rule_that_cannot_be_followed_stops_the_start(
     daemon = start(rule, head=head, wait=False)
     assert daemon.process.wait(30) == 2
     [line] = [line for line in daemon.text().splitlines() if said in line]
-    assert line.startswith("capd: ")
+    assert line.startswith(f"capd: {daemon.path.with_name('capd.toml')}: trigger 'nan': ")
     checked = run_capd("config", "check", str(daemon.path.with_name("capd.toml")))
     assert (checked.code, said in checked.out) == (2, True)
     checked = run_capd("rules", "check", "--config", str(daemon.path.with_name("capd.toml")))
