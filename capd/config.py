@@ -1,10 +1,10 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]`, `[retention]` and `[[trigger]]` belong
-to the daemon. Its other keys belong to the training job, which reads the same file (`capd_client.config.settings`).
-Every daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`. `[retention]` and `[[trigger]]` are
-read from the file alone.
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]`, `[lab]`, `[retention]` and
+`[[trigger]]` belong to the daemon. Its other keys belong to the training job, which reads the same file
+(`capd_client.config.settings`). Every daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`.
+`[retention]` and `[[trigger]]` are read from the file alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from capd.errors import ConfigError
+from capd.errors import CapdError, ConfigError
 from capd.job_settings import problems_of as job_problems_of
 from capd.lifecycle.policy import Policy, parse_age
 from capd_client.config.file import read_toml
@@ -106,6 +106,50 @@ def _parse_eviction(value: object) -> object:
     return value
 
 
+# Each format takes memory and time of every record.
+_MOST_FORMATS = 16
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*%")
+
+
+def _parse_formats(value: object) -> object:
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise ValueError('write a list of formats, such as ["mxfp8", "nvfp4:16x16"]')
+    # Without [lab], nothing of it is imported.
+    from capd.analyze.format_choice import choices
+
+    named = [word.strip() for word in words if word.strip()]
+    if named:
+        try:
+            named = [choice.label for choice in choices(",".join(named))]
+        except CapdError as error:
+            raise ValueError(str(error)) from error
+    if len(named) > _MOST_FORMATS:
+        raise ValueError(f"{len(named)} formats are more than the {_MOST_FORMATS} that may be measured")
+    return tuple(named)
+
+
+def _checked_sample(value: str) -> str:
+    from capd.lab.sampling import parse_sample
+
+    parse_sample(value)
+    return value
+
+
+def _parse_share(value: object) -> object:
+    found = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is not None:
+        value = float(found[1]) / 100
+    elif isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is no share of a CPU; write a percentage, such as 20%") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.001 <= value <= 1:
+        raise ValueError("a share of one CPU is from 0.1% to 100%")
+    return float(value)
+
+
 Amount = Annotated[int | float, BeforeValidator(parse_amount)]
 Age = Annotated[float, BeforeValidator(parse_age)]
 Nbytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
@@ -180,6 +224,12 @@ class DaemonSettings(BaseModel):
     file system (at:85%)."""
     upload_drain_s: Seconds = 0.0
     """Seconds that a stopping daemon may go on uploading."""
+    lab_formats: Annotated[tuple[str, ...], BeforeValidator(_parse_formats)] = ()
+    """Formats whose errors on a sample of the records are measured while capturing; none: nothing is measured."""
+    lab_sample: Annotated[str, AfterValidator(_checked_sample)] = "1/8"
+    """Share of the calls that are measured, as 1/N: those with (iteration + micro_batch + call) mod N = 0."""
+    lab_cpu: Annotated[float, BeforeValidator(_parse_share)] = 0.2
+    """Share of one CPU that measuring may take, such as 20%."""
 
     @property
     def move_policy(self) -> MovePolicy:
@@ -238,7 +288,7 @@ def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = Non
 
 
 def read_daemon_table(path: Path) -> dict[str, Any]:
-    """Check every key of a capd.toml and return the settings of its `[daemon]`, `[quota]` and `[upload]` tables.
+    """Check every key of a capd.toml and return the settings of its tables [daemon], [quota], [upload] and [lab].
 
     Raises:
         ConfigError: The file is missing or not TOML, or a key is unknown or has a bad value. The message names file
@@ -289,6 +339,9 @@ _TABLES = {
         name.removeprefix("upload_"): name
         for name in DaemonSettings.model_fields
         if name.startswith("upload_")
+    },
+    "lab": {
+        name.removeprefix("lab_"): name for name in DaemonSettings.model_fields if name.startswith("lab_")
     },
 }
 
@@ -450,6 +503,7 @@ _PROBLEMS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "daemon": _problems_of_daemon,
     "quota": partial(_problems_of_table, "quota"),
     "upload": partial(_problems_of_table, "upload"),
+    "lab": partial(_problems_of_table, "lab"),
     "retention": _problems_of_retention,
 }
 

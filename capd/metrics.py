@@ -10,6 +10,7 @@ __all__ = [
     "NO_RANK",
     "AlertStats",
     "DaemonStats",
+    "LabStats",
     "QuotaUse",
     "RankControl",
     "RunCounters",
@@ -78,6 +79,7 @@ class RunCounters(_Model):
     Attributes:
         statistics_records: The number of records with only statistics (mode or policy stats).
         scalar_records: The number of records that are scalars.
+        error_records: The number of records whose errors in formats were measured while capturing.
         clean: False if a kill cut off the last persisted second of some session's counters.
         quotas: The use of the quotas that the daemon enforces. Empty without a daemon.
     """
@@ -91,6 +93,7 @@ class RunCounters(_Model):
     records: int
     statistics_records: int
     scalar_records: int
+    error_records: int
     raw_bytes: int
     stored_bytes: int
     sessions: list[SessionStats]
@@ -178,12 +181,39 @@ class AlertStats(_Model):
     last_run: str | None
 
 
+class LabStats(_Model):
+    """The lab of one daemon: errors of formats on a sample of the records.
+
+    Attributes:
+        formats: The formats.
+        sample: The share of calls, as "1/8".
+        cpu: The share of one CPU that it may take.
+        problem: Why it measures nothing now; "" if it does.
+        records: The records of the sample by outcome: measured, or why not.
+        waiting: The records that wait to be measured.
+        waiting_bytes: Their bytes.
+        cpu_s: The CPU time that measuring took.
+        restarts: The times that the process that measures was lost.
+    """
+
+    formats: list[str]
+    sample: str
+    cpu: float
+    problem: str
+    records: dict[str, int]
+    waiting: int
+    waiting_bytes: int
+    cpu_s: float
+    restarts: int
+
+
 class DaemonStats(_Model):
     """The state of one daemon. Disk sizes are in bytes.
 
     Attributes:
         upload: Its uploads; null without any.
         alerts: Its rules and their alerts; null without rules.
+        lab: Its lab; null without any.
         arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
         refused_connections: The refused connections by code.
     """
@@ -204,6 +234,7 @@ class DaemonStats(_Model):
     runs: list[RunStats]
     upload: UploadStats | None = None
     alerts: AlertStats | None = None
+    lab: LabStats | None = None
 
 
 class Selected(_Model):

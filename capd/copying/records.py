@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from capd.copying.files import Progress
 from capd.store.format.codec_choice import SAMPLE_NBYTES
-from capd.store.format.dtypes import is_statistics, statistics_of
+from capd.store.format.dtypes import kept_of, statistics_of
 from capd.store.format.encode import ChunkResult, encode_chunk, summarise_small
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.packed_statistics import pack
@@ -136,7 +136,7 @@ class RecordWriter:
 
     def _write(self, store: RunStore, series: Series, number: int, row: RecordRow) -> None:
         header = series.header
-        if self._statistics_only and not is_statistics(header.dtype) and not is_scalar(header.key):
+        if self._statistics_only and kept_of(header.dtype) == "tensor" and not is_scalar(header.key):
             self._write_statistics(store, series, number, row)
             return
         if self._codec is None:

@@ -30,6 +30,7 @@ from capd.server.connections.listener import Listener
 from capd.server.connections.rank import ConnectionContext
 from capd.server.connections.tool import ToolContext
 from capd.server.heap import settle_heap
+from capd.server.lab.lab import Lab
 from capd.server.limits import (
     DiskBudget,
     encode_threads,
@@ -79,6 +80,8 @@ _RESERVED_FILES = 64
 _RETENTION_S = 5.0
 # The records that rules have not judged yet, and the commands of their alerts.
 _RULES_S = 3.0
+# Measuring of what waits when the daemon stops.
+_LAB_S = 10.0
 # Its socket, the process handle, two descriptors of the arena, and one more during its check.
 _FILES_PER_CONNECTION = 5
 _MAX_CONNECTIONS = 1024
@@ -119,6 +122,7 @@ class Daemon:
         self._uploads: Uploads | None = None
         self._triggers = triggers
         self._rules: RuleWatch | None = None
+        self._lab: Lab | None = None
         self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
@@ -183,6 +187,7 @@ class Daemon:
             runs=self._registry.stats(run_id),
             upload=None if self._uploads is None else self._uploads.stats(),
             alerts=None if self._rules is None else self._rules.stats(),
+            lab=None if self._lab is None else self._lab.stats(),
         )
 
     @property
@@ -225,13 +230,18 @@ class Daemon:
         self._endpoint = lock.note.endpoint = self._bound.endpoint
         lock.write()
         options = self._store_options(open_files)
+        staging_nbytes = self._staging_nbytes
+        if settings.lab_formats:
+            self._lab = Lab(settings, staging_nbytes)
+            staging_nbytes -= self._lab.memory.nbytes
         self._pipeline = Pipeline(
             self._root,
             self._node,
             options,
             threads=self._threads,
-            staging_nbytes=self._staging_nbytes,
+            staging_nbytes=staging_nbytes,
             budget=self._budget,
+            copier=None if self._lab is None else self._lab.take,
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
@@ -246,9 +256,12 @@ class Daemon:
             self._registry, self._pipeline, self._budget, self._listener, each_rank=settings.metrics_ranks,
             uploads=None if self._uploads is None else self._uploads.tools.figures,
             alerts=None if self._rules is None else self._rules.counters,
+            lab=None if self._lab is None else self._lab.figures,
         )  # fmt: skip
         metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery.start()
+        if self._lab is not None:
+            self._lab.begin(self._pipeline.post, self._budget)
         if self._uploads is not None:
             self._uploads.mover.on_moved = self._registry.moved
             self._uploads.begin(self._recovery, self._registry.has_ranks)
@@ -430,6 +443,9 @@ class Daemon:
         if self._rules is not None:
             # Before the seal, so that an upload of the sealed run has all alerts.
             self._rules.stop(_RULES_S)
+        if self._lab is not None:
+            # Before the seals, and with little of their time.
+            self._lab.stop(min(_LAB_S, max(0.1, (until - time.monotonic()) / 3)))
         self._show_last()
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)

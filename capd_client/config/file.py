@@ -2,8 +2,8 @@
 
 Top level: quant_type, policy, mode, watch, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
 ring_bytes, piece_bytes, snapshot, ring, exit_timeout_s. Table [when]: steps, micro_batches, ranks. Tables [[rule]]:
-see `capd_client.rules.schema`. Tables [daemon], [quota], [upload], [retention] and [[trigger]] belong to `capd serve`;
-this module does not read them. A file of rules alone has only [[rule]].
+see `capd_client.rules.schema`. Tables [daemon], [quota], [upload], [lab], [retention] and [[trigger]] belong to
+`capd serve`; this module does not read them. A file of rules alone has only [[rule]].
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     quota: dict[str, Any] = {}
     upload: dict[str, Any] = {}
     trigger: list[dict[str, Any]] = []
+    lab: dict[str, Any] = {}
 
 
 def read_settings_file(path: str, *, must_exist: bool) -> tuple[Mapping[str, Any], Optional[str]]:
@@ -122,7 +123,7 @@ def parse_settings(table: Mapping[str, Any]) -> Mapping[str, Any]:
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
     values = {name: getattr(settings, name) for name in FileSettings.__struct_fields__}
-    del values["when"], values["daemon"], values["quota"], values["upload"], values["retention"]
+    del values["when"], values["daemon"], values["quota"], values["upload"], values["lab"], values["retention"]
     del values["trigger"]
     values["rule"] = check_rules(settings.rule) or None
     values |= {f"when.{name}": getattr(settings.when, name) for name in WhenSettings.__struct_fields__}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from capd.distributed.tasks.codec import pack, unpack
+from capd.analyze.packed.codec import pack, unpack
 from capd.distributed.tasks.planning import place_text
 from capd.distributed.tasks.reading import series_of
 from capd.io.arrays import write_arrays

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from capd.analyze.difference import Difference
-from capd.distributed.tasks.codec import pack, unpack
+from capd.analyze.packed.codec import pack, unpack
 from capd.distributed.tasks.planning import place_text
 from capd.distributed.tasks.reading import reader_of
 from capd.errors import ConfigError

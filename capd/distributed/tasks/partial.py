@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from capd.distributed.tasks.codec import Damaged, pack, unpack
+from capd.analyze.packed.codec import Damaged, pack, unpack
 from capd.distributed.tasks.question import Question
 from capd.errors import CapdError
 from capd.report.gather import GatheredRecords

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import choices
-from capd.distributed.tasks.codec import pack, unpack
+from capd.analyze.packed.codec import pack, unpack
 from capd.distributed.tasks.reading import reader_of
 from capd.io.items import Skipped
 from capd.report.products.linear_calls import Call, Operand

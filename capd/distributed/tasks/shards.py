@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from capd.distributed.tasks.codec import pack, unpack
+from capd.analyze.packed.codec import pack, unpack
 from capd.store.format.frames import SeriesHeader
 from capd.store.objects.address import Address, place_of
 from capd.store.remote.node import shard_key

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from capd.histogram import BOUNDS_S
+from capd.server.lab.outcomes import LabCounters
 from capd.server.metrics.host import FileSystem, Process
 from capd.server.metrics.snapshot import Bucketed, Snapshot
 from capd.server.runs.figures import RankFigures, RunFigures
@@ -84,6 +85,7 @@ def families(facts: Facts, snapshot: Snapshot) -> list[Family]:
         *_of_disk(facts, snapshot),
         *_of_uploads(snapshot.uploads),
         *_of_rules(snapshot),
+        *_of_lab(snapshot.lab),
         *(_of_ranks(snapshot) if facts.each_rank else ()),
         *_of_process(facts.process),
     ]
@@ -248,6 +250,17 @@ def _of_rules(snapshot: Snapshot) -> Iterable[Family]:
     yield _counter(
         "capd_rule_records_omitted_total", "The committed records that no rule judged", found.left_out
     )
+
+
+def _of_lab(found: LabCounters | None) -> Iterable[Family]:
+    if found is None:
+        return
+    yield Family(
+        "capd_lab_records_total", "counter", "The records of the lab's sample: measured, or why they are not",
+        [Labelled(count, (("outcome", outcome),)) for outcome, count in found.records.items()],
+    )  # fmt: skip
+    yield _counter("capd_lab_cpu_seconds_total", "The CPU time of measuring errors of formats", found.cpu_s)
+    yield _counter("capd_lab_restarts_total", "The losses of the process that measures", found.restarts)
 
 
 _RANK_FAMILIES: tuple[tuple[str, Literal["counter", "gauge"], str, Callable[[RankFigures], float | None]], ...] = (

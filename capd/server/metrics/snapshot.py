@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from capd.server.connections.listener import Listener
+from capd.server.lab.outcomes import LabCounters, LabFigures
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.rules.alert_counters import AlertCounters
@@ -43,6 +44,7 @@ class Snapshot:
         omitted: The number of runs that are not in `runs`.
         uploads: The figures of the uploads; None without any.
         alerts: The counters of rules; None without any.
+        lab: The figures of the lab; None without one.
     """
 
     taken: float
@@ -62,6 +64,7 @@ class Snapshot:
     refuses: bool
     uploads: UploadCounters | None = None
     alerts: AlertCounters | None = None
+    lab: LabCounters | None = None
 
 
 class Collector:
@@ -77,11 +80,12 @@ class Collector:
         each_rank: bool,
         uploads: UploadFigures | None = None,
         alerts: Callable[[], AlertCounters] | None = None,
+        lab: LabFigures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry, self._pipeline, self._budget, self._listener = registry, pipeline, budget, listener
         self._each_rank, self._uploads, self._clock = each_rank, uploads, clock
-        self._alerts = alerts
+        self._alerts, self._lab = alerts, lab
         self._used_nbytes, self._used_at = 0, -_USED_INTERVAL_S
         # The most stored bytes of each run so far.
         self._stored: dict[str, int] = {}
@@ -117,6 +121,7 @@ class Collector:
             refuses=self._budget.refuses,
             uploads=None if self._uploads is None else self._uploads.read(),
             alerts=None if self._alerts is None else self._alerts(),
+            lab=None if self._lab is None else self._lab.read(),
         )
 
 

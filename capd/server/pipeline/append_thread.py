@@ -300,6 +300,9 @@ class AppendThread(threading.Thread):
                 # A sink belongs to one session; the other sessions must not suffer.
                 logger.exception("the outcome of job %d could not be reported to its session", sequences[0])
         self._tickets.done(tickets)
+        for task in tasks:
+            if task.copy is not None:
+                task.copy.settle(committed=refusal is None)
 
 
 def _raw(task: Task) -> tuple[Plan, int]:

@@ -34,6 +34,8 @@ __all__ = [
     "TURN_NBYTES",
     "Booked",
     "Chunks",
+    "Copier",
+    "JobCopy",
     "Lanes",
     "RecordJob",
     "Refusal",
@@ -63,6 +65,13 @@ class Sink(Protocol):
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """Report that the record will never be committed."""
+
+
+class JobCopy(Protocol):
+    """A copy of a job's elements that outlives the job."""
+
+    def settle(self, *, committed: bool) -> None:
+        """Report the outcome of the job. The pipeline calls it once; it must neither block nor raise."""
 
 
 @dataclass(slots=True)
@@ -146,6 +155,7 @@ class Task:
     """A job on its way through the pipeline.
 
     Attributes:
+        copy: A copy that hears of the outcome, after the rank does.
         chunks: The pool's results for a large tensor, as (future, booked bytes), then None. They are ChunkResults, or
             the StatsRows of its pieces if only statistics are kept.
     """
@@ -155,11 +165,16 @@ class Task:
     plan: Plan | None = None
     refusal: Refusal | None = None
     chunks: Chunks | None = None
+    copy: JobCopy | None = None
 
     @property
     def is_small(self) -> bool:
         """Whether the append thread does all the work: the record is small, and so are the bytes to read."""
         return self.plan is not None and self.plan.is_small and self.job.descriptor.nbytes < SMALL_NBYTES
+
+
+Copier: TypeAlias = "Callable[[RecordJob], JobCopy | None]"
+"""Copies the elements of a job, or not. It must neither block nor raise."""
 
 
 def plan_of(store: RunStore, job: RecordJob) -> Plan:

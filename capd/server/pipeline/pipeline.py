@@ -28,7 +28,7 @@ from capd.histogram import Histogram
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.append_thread import AppendThread
 from capd.server.pipeline.gather_thread import GatherThread
-from capd.server.pipeline.jobs import Booked, Lanes, RecordJob, Refusal, Task, Tickets, plan_of
+from capd.server.pipeline.jobs import Booked, Copier, Lanes, RecordJob, Refusal, Task, Tickets, plan_of
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog.rows import SessionRow
@@ -61,14 +61,18 @@ class Pipeline:
         threads: int,
         staging_nbytes: int,
         budget: DiskBudget,
+        copier: Copier | None = None,
     ) -> None:
-        """Start the threads. At most `staging_nbytes` of raw bytes are between the arena and the disk."""
+        """Start the threads. At most `staging_nbytes` of raw bytes are between the arena and the disk.
+
+        `copier` is asked for a copy of each record before its slot may be freed.
+        """
         self._root, self._node, self._options, self._budget = root, node, options, budget
         self._runs: dict[str, RunStore] = {}
         self._non_finite: dict[str, NonFinite] = {}
         self._open_lock = threading.Lock()
         self._booked, self._room, self._durations = Booked(staging_nbytes), Room(), Durations()
-        self._lanes, self._tickets = Lanes(), Tickets()
+        self._lanes, self._tickets, self._copier = Lanes(), Tickets(), copier
         self.staging_nbytes = staging_nbytes
         # The kernel's ids of the encode threads.
         self._encoders: list[int] = []
@@ -279,6 +283,8 @@ class Pipeline:
             self._plan(tasks)
             ready: list[Task] = []
             for task in tasks:
+                if self._copier is not None and task.refusal is None:
+                    task.copy = self._copier(task.job)
                 ready.append(task)
                 if task.refusal is None and not task.is_small:
                     task.chunks = queue.SimpleQueue()

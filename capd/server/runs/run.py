@@ -51,10 +51,10 @@ class Run:
     arriving: int = 0
     # Since this time, no rank has been connected, arriving or in work.
     quiet_since: float = field(default_factory=time.monotonic)
-    # Records at the last seal; -1: this daemon has not sealed the run.
-    sealed_records: int = -1
+    # What the run held at the last seal; None: this daemon has not sealed it.
+    at_seal: Held | None = None
     sealing: Future[None] | None = None
-    sealing_records: int = 0
+    at_sealing: Held = field(default_factory=Held)
     # The newest reason why the disk took no record of a rank that is gone.
     why_full: str = ""
     # Pairs of time and raw bytes.
@@ -102,7 +102,8 @@ class Run:
     @property
     def sealed(self) -> bool:
         """Whether nothing was committed since the last seal."""
-        return self.sealing is None and self.sealed_records == self.totals.records
+        sealed = self.at_seal
+        return self.sealing is None and sealed is not None and sealed.rows == self.totals.rows
 
     def rate_mib_s(self) -> float:
         """Return the raw MiB committed per second over the last RATE_WINDOW_S."""

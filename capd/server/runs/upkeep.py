@@ -98,8 +98,8 @@ class Upkeep:
             error = run.sealing.exception()
             run.sealing = None
             if error is None:
-                run.sealed_records = run.sealing_records
-                logger.info("run %s sealed, %d records", run.run_id, run.sealed_records)
+                run.at_seal = run.at_sealing
+                logger.info("run %s sealed, %d records", run.run_id, run.at_seal.records)
             else:
                 run.quiet_since = now
                 logger.error("run %s could not be sealed: %s; retrying", run.run_id, error)
@@ -111,7 +111,7 @@ class Upkeep:
 
     def begin_seal(self, run: Run, *, is_last: bool) -> Future[None]:
         """Seal the run now. The caller holds the lock. is_last: whether the ranks are quiet."""
-        run.sealing_records = self._pipeline.run_stats(run.run_id).records
+        run.at_sealing = self._pipeline.run_stats(run.run_id)
         run.sealing = self._pipeline.seal(run.run_id, is_last=is_last)
         return run.sealing
 

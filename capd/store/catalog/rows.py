@@ -12,7 +12,7 @@ import msgspec
 
 from capd.store.documents.headers import is_usable
 from capd.store.format.columns import ColumnRow
-from capd.store.format.dtypes import is_statistics
+from capd.store.format.dtypes import is_errors, is_statistics
 from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader, decode_head, decode_row
 from capd_client.protocol.key import MAX_INDEX, MAX_NDIM, Key
 from capd_client.protocol.scalars import DTYPE, is_scalar
@@ -111,6 +111,16 @@ class SeriesRow:
     def holds_scalars(self) -> bool:
         """Whether the records are scalars, and no tensors."""
         return is_scalar(self.header.key) and self.header.dtype == DTYPE and self.max_shape == ()
+
+    @property
+    def holds_errors(self) -> bool:
+        """Whether the records are errors of formats on records of other series."""
+        return is_errors(self.header.dtype)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the records are tensors, or the statistics of tensors."""
+        return not self.holds_scalars and not self.holds_errors
 
 
 _SELECT_SERIES = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series"

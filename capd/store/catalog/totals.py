@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, head_of
-from capd.store.format.dtypes import is_statistics
+from capd.store.format.dtypes import is_errors, is_statistics
 from capd.store.format.log_places import LOG_GLOB
 
 __all__ = ["Held", "held_by", "iterations_in", "log_and_catalog_nbytes", "quant_types_in"]
@@ -20,9 +20,10 @@ class Held:
     """The totals of some series.
 
     Attributes:
-        records: The committed records.
+        records: The committed records, without errors of formats.
         statistics_records: The records that consist of statistics alone.
         scalar_records: The records that are scalars.
+        error_records: The errors of formats on records (`capd.lab`). They count as stored bytes alone.
         raw_bytes: The bytes of the kept elements or statistics before encoding.
         stored_bytes: The bytes of the encoded payloads and the frames.
     """
@@ -30,19 +31,27 @@ class Held:
     records: int = 0
     statistics_records: int = 0
     scalar_records: int = 0
+    error_records: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Everything that was committed: records, and errors of formats."""
+        return self.records + self.error_records
 
 
 def held_by(rows: Iterable[SeriesRow]) -> Held:
     """Return the totals of some series."""
-    rows = list(rows)
+    everything = list(rows)
+    rows = [row for row in everything if not is_errors(row.header.dtype)]
     return Held(
         records=sum(row.records for row in rows),
         statistics_records=sum(row.records for row in rows if is_statistics(row.header.dtype)),
         scalar_records=sum(row.records for row in rows if row.holds_scalars),
+        error_records=sum(row.records for row in everything) - sum(row.records for row in rows),
         raw_bytes=sum(row.raw_bytes for row in rows),
-        stored_bytes=sum(row.stored_bytes for row in rows),
+        stored_bytes=sum(row.stored_bytes for row in everything),
     )
 
 

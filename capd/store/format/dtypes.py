@@ -7,6 +7,9 @@ A series can keep only the statistics of its tensors (`encoding` "statistics"). 
 `statistics_of(dtype)`. It holds one statistics row per record (`capd_client.protocol.statistics_row`), for any shape of
 the tensor.
 
+A series can hold what number formats would have cost its tensors (`encoding` "errors"). Its dtype name is
+`errors_of(dtype)`. A record is the packed errors of one tensor (`capd.lab.stored_errors`), as bytes.
+
 This module does not use torch. Values follow the formats' definitions:
 
 - fp8: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"
@@ -29,7 +32,10 @@ from capd_client.protocol.statistics_row import ROW_VALUES
 
 __all__ = [
     "StoredType",
+    "errors_of",
+    "is_errors",
     "is_statistics",
+    "kept_of",
     "statistics_of",
     "stored_shape",
     "stored_type",
@@ -55,7 +61,7 @@ class StoredType:
     Attributes:
         torch: The name of the captured dtype.
         stored: The numpy dtype of the Zarr array.
-        encoding: "bits", "native" or "statistics".
+        encoding: "bits", "native", "statistics" or "errors".
     """
 
     torch: str
@@ -64,6 +70,7 @@ class StoredType:
 
 
 _STATISTICS = "statistics:"
+_ERRORS = "errors:"
 
 
 def statistics_of(dtype: str) -> str:
@@ -76,6 +83,21 @@ def is_statistics(name: str) -> bool:
     return name.startswith(_STATISTICS)
 
 
+def errors_of(dtype: str) -> str:
+    """Return the dtype name of a series that holds the errors of formats on tensors of torch dtype `dtype`."""
+    return f"{_ERRORS}{dtype}"
+
+
+def is_errors(name: str) -> bool:
+    """Return whether a series of this dtype name holds the errors of formats."""
+    return name.startswith(_ERRORS)
+
+
+def kept_of(name: str) -> str:
+    """Return what a series of this dtype name keeps of each capture: "tensor", "statistics" or "errors"."""
+    return "errors" if is_errors(name) else "statistics" if is_statistics(name) else "tensor"
+
+
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a record of a series of dtype `name`, for a tensor of `shape`."""
     return (ROW_VALUES,) if is_statistics(name) else shape
@@ -83,12 +105,12 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def stored_type(name: str) -> StoredType:
-    """Return the stored form of a series' dtype name: a torch dtype's name, or `statistics_of` one.
+    """Return the stored form of a series' dtype name: a torch dtype's name, or `statistics_of` or `errors_of` one.
 
     Raises:
         StoreError: The name is not in the table, or the machine is not little-endian.
     """
-    dtype = name.removeprefix(_STATISTICS)
+    dtype = name.removeprefix(_ERRORS if is_errors(name) else _STATISTICS)
     if dtype not in ITEM_NBYTES:
         raise StoreError(f"dtype {dtype!r} cannot be stored; known: {', '.join(sorted(ITEM_NBYTES))}")
     # The arena holds native bytes, and the store is little-endian.
@@ -96,6 +118,8 @@ def stored_type(name: str) -> StoredType:
         raise StoreError("capd stores little-endian bytes and runs on little-endian machines only")
     if is_statistics(name):
         return StoredType(dtype, np.dtype("float64"), "statistics")
+    if is_errors(name):
+        return StoredType(dtype, np.dtype("uint8"), "errors")
     bits = _BITS.get(name)
     return StoredType(name, np.dtype(bits or name), "bits" if bits else "native")
 

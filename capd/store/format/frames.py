@@ -201,7 +201,7 @@ class SeriesHeader(msgspec.Struct, array_like=True):
     Attributes:
         path: The path of the series' group below the run.
         key: The key of the captured tensors.
-        dtype: The name of a torch dtype, or `statistics_of` one.
+        dtype: The name of a torch dtype, or `statistics_of` or `errors_of` one.
         codec: The explicit codec name.
         geometry: The chunk grid.
         attributes: The attributes of the captures.

@@ -36,6 +36,7 @@ class RecordSource(Protocol):
     def record(self, number: int) -> Record: ...
     def read(self, number: int, region: Region = ...) -> NDArray[np.generic]: ...
     def elements(self, number: int, region: Region = ...) -> NDArray[np.generic]: ...
+    def errors(self, number: int) -> dict[str, Any]: ...
     def tensor(self, number: int, region: Region = ..., *, dequantise: bool = False) -> torch.Tensor: ...
     def __len__(self) -> int: ...
 
@@ -77,6 +78,14 @@ class Record:
             known = unpack if self._series.kept == "statistics" else summarise
             self._stats = public(known(bits, dtype))
         return self._stats
+
+    @property
+    def errors(self) -> dict[str, Any]:
+        """The `capd.analyze.errors.Errors` of each format that was measured while capturing, by its label.
+
+        Empty if the record was not measured (docs/lab.md).
+        """
+        return self._series.errors(self.index)
 
     def numpy(self, region: Region = ...) -> NDArray[np.generic]:
         """Return the stored bits, as `Series.numpy`."""

@@ -18,13 +18,14 @@ from capd.store.arrays.lazy import LazyArray, StoredRecords
 from capd.store.arrays.region import Region
 from capd.store.catalog.rows import SeriesRow
 from capd.store.format.codecs import Encoded
-from capd.store.format.dtypes import is_statistics, stored_type, to_values
+from capd.store.format.dtypes import kept_of, stored_type, to_values
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.statistics import public
 from capd.store.objects.address import RunPlace
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
+from capd.store.read.measured import ErrorRows, error_series
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
 from capd.store.read.reopened import reopened_node
@@ -128,8 +129,8 @@ class Series:
 
     @property
     def kept(self) -> str:
-        """The stored part of each capture: "tensor", or only "statistics"."""
-        return "statistics" if is_statistics(self._row.header.dtype) else "tensor"
+        """The stored part of each capture: "tensor", only "statistics", or "errors" of formats (docs/lab.md)."""
+        return kept_of(self._row.header.dtype)
 
     @property
     def path(self) -> str:
@@ -189,6 +190,31 @@ class Series:
             if row.records and _without_names(row.header.key) == own
         ]
 
+    @cached_property
+    def _error_rows(self) -> ErrorRows:
+        found = error_series(self._node, self._row.header)
+        return ErrorRows([Series(self._node, row, self._tools) for row in found])
+
+    def errors(self, number: int) -> dict[str, Any]:
+        """Return the errors of formats on the record with this number in the array, as `Record.errors`.
+
+        Raises:
+            CapdError: They cannot be read.
+        """
+        if not self._error_rows:
+            return {}
+        # The numbers are of a floor above the store, as the modules of extras are.
+        stored = importlib.import_module("capd.lab.stored_errors")
+        found: dict[str, Any] = stored.errors_among(
+            self._error_rows.payloads(self._rows.id(number).moment), self._rows.id(number)
+        )
+        return found
+
+    @property
+    def error_sample(self) -> str | None:
+        """The share of calls whose errors were measured while capturing, such as "1/8"; None without any."""
+        return self._error_rows.sample
+
     def record(self, number: int) -> Record:
         """Return the record with this number in the array."""
         row = self._rows.row(number)
@@ -235,10 +261,12 @@ class Series:
         return (self.record(number) for number in self.numbers)
 
     def __repr__(self) -> str:
-        only = " statistics" if self.kept == "statistics" else ""
+        only = "" if self.kept == "tensor" else f" {self.kept}"
         return f"<Series {self.path} {self.dtype} {list(self.shape)}{only}>"
 
     def _must_have_elements(self) -> None:
+        if self.kept == "errors":
+            raise CapdError(f"{self.path}: it holds errors of formats, no elements; read `record.errors`")
         if self.kept == "statistics":
             raise CapdError(
                 f"{self.path}: only statistics were kept (mode or policy stats), no elements; read "

@@ -122,7 +122,7 @@ class Store:
         return self._pick(lambda _: True, "all")
 
     def _pick(
-        self, wanted: Callable[[Key], bool], attempt: int | str, *, scalars: bool = False
+        self, wanted: Callable[[Key], bool], attempt: int | str, *, everything: bool = False
     ) -> list[Series]:
         if not (isinstance(attempt, int) or attempt in ("latest", "all")):
             raise ConfigError(f"attempt {attempt!r} is not a number, 'latest' or 'all'")
@@ -134,7 +134,7 @@ class Store:
         for node in self._nodes:
             within = node.with_attempt(attempt) if isinstance(attempt, int) else node.series.keys()
             for path, row in node.series.items():
-                if row.records and wanted(row.header.key) and (scalars or not row.holds_scalars):
+                if row.records and wanted(row.header.key) and (everything or row.holds_tensors):
                     of_key.setdefault(row.header.key, []).append((node, row))
                     if path in within:
                         found.append((path, node, row))
@@ -149,8 +149,8 @@ class Store:
         return series
 
     def everything(self, attempt: int | str = "all") -> list[Series]:
-        """Return all series with at least one record, of tensors and of scalars. attempt: as in `find`."""
-        return self._pick(lambda _: True, attempt, scalars=True)
+        """Return all series with at least one record: of tensors, scalars and errors. attempt: as in `find`."""
+        return self._pick(lambda _: True, attempt, everything=True)
 
     def find(self, *, path: str | None = None, attempt: int | str = "latest", **key: Any) -> SeriesList:
         """Return the series that match a key, with tensors or only statistics (`Series.kept`).

@@ -265,7 +265,7 @@ class RemoteNode:
     @property
     def has_one_attempt(self) -> bool:
         """Whether the sessions show that all records are of the first attempt."""
-        records = sum(row.records for row in self.series.values())
+        records = sum(row.records for row in self.series.values() if not row.holds_errors)
         counted = sum(session.offered for session in self.sessions)
         return not any(session.attempt for session in self.sessions) and counted >= records
 

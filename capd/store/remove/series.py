@@ -25,6 +25,7 @@ from capd.store.disk.run_document import change_attributes
 from capd.store.disk.run_lock import RunLock
 from capd.store.documents.tombstone import RemovedSeries, Tombstone, removed_series
 from capd.store.documents.zarr_json import run_attributes
+from capd.store.format.dtypes import is_errors
 from capd.store.remove.trash_place import check_trash, new_entry, trash_of
 
 __all__ = ["MAX_REMOVED_PATHS", "finish", "finish_removal", "remove_series"]
@@ -116,14 +117,16 @@ def _check(run: Path, paths: Iterable[str]) -> tuple[int, int]:
             raise StoreError(f"the catalog {catalog} was not closed; {seal}")
         with contextlib.closing(connect_read_only(catalog)) as db:
             try:
-                rows = db.execute("SELECT path, records, stored_bytes FROM series").fetchall()
+                rows = db.execute("SELECT path, dtype, records, stored_bytes FROM series").fetchall()
             except sqlite3.DatabaseError as error:
                 raise StoreError(
                     f"the catalog {catalog} is damaged ({error}); `capd verify {run} --rebuild-catalog` first"
                 ) from error
-        for path, count, nbytes in rows:
+        for path, dtype, count, nbytes in rows:
             if path in wanted:
-                records, stored = records + count, stored + nbytes
+                # Errors of formats are not among the records of a run.
+                records += 0 if is_errors(str(dtype)) else count
+                stored += nbytes
     return records, stored
 
 

@@ -14,7 +14,7 @@ from capd.store.documents.headers import is_usable
 from capd.store.documents.zarr_json import array_differences, array_document, series_document
 from capd.store.format.codecs import codec_of
 from capd.store.format.columns import Columns
-from capd.store.format.dtypes import statistics_of, stored_type
+from capd.store.format.dtypes import errors_of, statistics_of, stored_type
 from capd.store.format.frames import SeriesHeader
 from capd.store.format.geometry import Geometry
 from capd.store.scan.published import read_array, read_published
@@ -34,6 +34,8 @@ def described(run: Path, path: str) -> tuple[SeriesHeader, str] | None:
         dtype = str(capd["dtype"])
         if capd["encoding"] == "statistics":
             dtype = statistics_of(dtype)
+        elif capd["encoding"] == "errors":
+            dtype = errors_of(dtype)
         header = SeriesHeader(
             path,
             msgspec.convert(capd["key"], Key),

@@ -15,7 +15,7 @@ import msgspec
 from capd.errors import ObjectStoreError
 from capd.store.catalog.rows import SeriesRow, series_row
 from capd.store.documents.json_document import MAX_LENGTH
-from capd.store.format.dtypes import is_statistics, stored_type
+from capd.store.format.dtypes import kept_of, stored_type
 from capd.store.segments.bounded import bytes_of, check_lengths
 from capd.store.segments.schema import FOOTERS, SERIES_COLUMNS, series_schema
 from capd_client.protocol.scalars import is_scalar
@@ -101,7 +101,7 @@ def _plain(entry: SeriesEntry) -> dict[str, Any]:
         "path": header.path,
         **msgspec.structs.asdict(header.key),
         "dtype": stored_type(header.dtype).torch,
-        "kept": "statistics" if is_statistics(header.dtype) else "tensor",
+        "kept": kept_of(header.dtype),
         "records": row.records,
         "max_shape": row.max_shape,
         "raw_bytes": row.raw_bytes,

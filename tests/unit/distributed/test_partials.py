@@ -11,7 +11,7 @@ import pytest
 
 from capd.analyze.exact import ShortSum
 from capd.analyze.format_choice import choices
-from capd.distributed.tasks.codec import Damaged, pack, unpack
+from capd.analyze.packed.codec import Damaged, pack, unpack
 from capd.distributed.tasks.partial import finished, found_in_partial, head_of
 from capd.distributed.tasks.planning import planned
 from capd.distributed.tasks.question import Question

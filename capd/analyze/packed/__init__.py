@@ -1,0 +1,1 @@
+"""The msgpack form of analysed values."""

@@ -1,0 +1,1 @@
+"""The lab: errors of formats on records, measured while they are captured, and how they are stored."""

@@ -1,0 +1,79 @@
+"""The series with errors of formats that belong to a series of tensors, and their rows by moment.
+
+What the bytes of a row say is the matter of `capd.lab.stored_errors`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.store.catalog.rows import SeriesRow
+from capd.store.format.dtypes import stored_type
+from capd.store.format.frames import SeriesHeader
+from capd.store.read.source import RunNode
+from capd_client.protocol.key import Key, Moment
+
+__all__ = ["ErrorRows", "error_series"]
+
+# A run has thousands of series, and each asks for those of its key.
+_by_key: weakref.WeakKeyDictionary[RunNode, dict[tuple[Key, str], list[SeriesRow]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class ErrorSource(Protocol):
+    """A series with errors of formats."""
+
+    @property
+    def attributes(self) -> dict[str, Any]: ...
+    @property
+    def numbers(self) -> Sequence[int]: ...
+    @property
+    def moments(self) -> list[Moment]: ...
+    def read(self, number: int) -> NDArray[np.generic]: ...
+
+
+def error_series(node: RunNode, header: SeriesHeader) -> list[SeriesRow]:
+    """Return the series with the errors of the records of a series."""
+    found = _by_key.get(node)
+    if found is None:
+        found = _by_key[node] = defaultdict(list)
+        for row in node.series.values():
+            if row.holds_errors and row.records:
+                found[row.header.key, stored_type(row.header.dtype).torch].append(row)
+    return found.get((header.key, stored_type(header.dtype).torch), [])
+
+
+class ErrorRows:
+    """The errors of the records of one series, by moment. Empty without any."""
+
+    def __init__(self, series: Sequence[ErrorSource]) -> None:
+        self._series = series
+
+    def __bool__(self) -> bool:
+        return bool(self._series)
+
+    @property
+    def sample(self) -> str | None:
+        """The share of calls that was to be measured; None if nothing says so."""
+        said = [one.attributes.get("sample") for one in self._series]
+        return next((word for word in said if isinstance(word, str)), None)
+
+    def payloads(self, moment: Moment) -> list[bytes]:
+        """Return the rows of records at a moment. There may be several, because a moment can occur twice."""
+        return [series.read(number).tobytes() for series, number in self._places.get(moment, ())]
+
+    @cached_property
+    def _places(self) -> dict[Moment, list[tuple[ErrorSource, int]]]:
+        found: dict[Moment, list[tuple[ErrorSource, int]]] = defaultdict(list)
+        for series in self._series:
+            for number, moment in zip(series.numbers, series.moments, strict=True):
+                found[moment].append((series, number))
+        return found
