@@ -101,6 +101,7 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/scrapes.py
 	$(BIN)/python benchmarks/upload.py
+	$(BIN)/python benchmarks/live/lab.py
 	$(BIN)/python benchmarks/many_ranks.py
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from capd.errors import CapdError, StoreError
 from capd.io.sample import places_of
+from capd.lab.sampling import SOURCE_DTYPES, is_in_sample, parse_sample
 from capd.pt_files.files import TensorFile, find_files
 from capd.pt_files.import_ import load_file
 from capd.store.format.statistics import Stats, public, summarise
@@ -50,7 +51,6 @@ __all__ = [
 
 UNREADABLE = (CapdError, OSError, RuntimeError, MemoryError)
 """The errors of a record that is damaged or foreign, or for which torch lacks memory."""
-_SOURCE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 Test = Callable[[Key], bool]
 
 
@@ -63,6 +63,8 @@ class Loaded:
         stats: The statistics, None if they are unknown before the elements are read.
         read: Returns the stored elements. None if only statistics were kept.
         attributes, metadata: The record's, as in `Record`.
+        errors: Returns the errors of formats that were measured while capturing, by label.
+        error_sample: The share of calls that were to be measured then, such as "1/8"; None if nothing says so.
     """
 
     key: Key
@@ -74,16 +76,28 @@ class Loaded:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    errors: Callable[[], Mapping[str, Any]] | None = None
+    error_sample: str | None = None
 
     @property
     def no_source(self) -> str | None:
         """The reason why no format can be measured on the item. None for complete high-precision values."""
-        if self.read is None:
-            return "only its statistics were kept"
+        return "only its statistics were kept" if self.read is None else self.no_high_precision
+
+    @property
+    def is_outside_sample(self) -> bool:
+        """Whether the errors of the item were not to be measured while capturing."""
+        return self.error_sample is not None and not is_in_sample(
+            self.moment, parse_sample(self.error_sample)
+        )
+
+    @property
+    def no_high_precision(self) -> str | None:
+        """The reason why no format applies to the tensor that the item is of; None if its values are the source."""
         if "tensor_class" in self.attributes:
             return f"it is a part of a quantised tensor ({printable(str(self.attributes['tensor_class'])[:200])})"
-        if self.dtype not in _SOURCE_DTYPES:
-            return f"{self.dtype} is no high-precision source; these are {', '.join(_SOURCE_DTYPES)}"
+        if self.dtype not in SOURCE_DTYPES:
+            return f"{self.dtype} is no high-precision source; these are {', '.join(SOURCE_DTYPES)}"
         return None
 
 
@@ -253,6 +267,8 @@ def _item(name: str, series: Series, number: int) -> Item:
             record.attributes,
             record.shape,
             record.metadata,
+            errors=lambda: record.errors,
+            error_sample=series.error_sample,
         )
 
     reference = (str(series.run), series.node, series.path, number)

@@ -60,6 +60,7 @@ class GatheredRecords:
         calls: The calls of linear layers, if the error of their products is requested.
         products: The error of the products.
         emulations: The quant types and emulations that were active, None if a record does not name it.
+        error_samples: The samples whose errors were measured while capturing, such as "1/8".
         sample: Counts the records of which elements were read, if not all are to be read.
     """
 
@@ -69,6 +70,7 @@ class GatheredRecords:
     calls: LinearCalls | None = None
     products: ProductErrors | None = None
     emulations: set[tuple[str, str | None]] = field(default_factory=set)
+    error_samples: set[str] = field(default_factory=set)
     skipped: list[Skipped] = field(default_factory=list)
     without_statistics: int = 0
     unmeasured: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -83,6 +85,7 @@ class GatheredRecords:
         if self.calls is not None and later.calls is not None:
             self.calls.extend(later.calls)
         self.emulations |= later.emulations
+        self.error_samples |= later.error_samples
         self.skipped += later.skipped
         self.without_statistics += later.without_statistics
         self.unmeasured.update(later.unmeasured)
@@ -99,6 +102,8 @@ def gather(
     choices: Sequence[FormatChoice] = (),
     per_block: bool = False,
     channels: bool = False,
+    stored: bool = False,
+    labels: Sequence[str] | None = None,
 ) -> Iterator[Skipped | int]:
     """Add all items to `gathered`. All are added when the iterator ends.
 
@@ -113,14 +118,17 @@ def gather(
         choices: The formats whose error on each high-precision record is measured.
         per_block: Whether to measure the spread of the errors over blocks, too.
         channels: Whether to measure the channels of each record, too.
+        stored: Whether to take the errors that were measured while capturing instead, and to read no element.
+        labels: The formats of these errors; None: all.
 
     Yields:
         For each item, in order, its bytes after it was added, 0 if it is not sampled, or the reason why it was skipped.
         At the end, for each operand of a product that could not be read again, the reason.
     """
     yield from gather_part(
-        items, gathered, threads=threads, quick=quick, choices=choices, per_block=per_block, channels=channels
-    )
+        items, gathered, threads=threads, quick=quick, choices=choices, per_block=per_block, channels=channels,
+        stored=stored, labels=labels,
+    )  # fmt: skip
     measured = measured_here(choices, threads)
     yield from finish(gathered, measured if choices and not quick else None)
 
@@ -151,10 +159,12 @@ def gather_part(
     choices: Sequence[FormatChoice] = (),
     per_block: bool = False,
     channels: bool = False,
+    stored: bool = False,
+    labels: Sequence[str] | None = None,
 ) -> Iterator[Skipped | int]:
     """Add all items to `gathered`, as `gather`, and leave open what later items may change."""
     adding = _Adding(gathered)
-    wanted = Measurements(quick=quick, choices=choices, per_block=per_block, channels=channels)
+    wanted = Measurements(quick, choices, per_block, channels, stored, labels)
     with worker_threads(threads, "report") as pool:
 
         def begin(item: Item) -> Future[Measured | Skipped | None]:
@@ -197,6 +207,8 @@ class _Adding:
         self._gathered.without_statistics += not measured.has_statistics
         for reason in measured.unmeasured:
             self._gathered.unmeasured[path, reason] += 1
+        if loaded.error_sample is not None:
+            self._gathered.error_samples.add(loaded.error_sample)
         self._gathered.emulations.add((loaded.key.quant_type, emulation_of(loaded)))
         if self._gathered.series is not None:
             self._gathered.series.add(item, measured)

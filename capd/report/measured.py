@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,10 @@ from capd.store.read.series import tensor_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measured", "Measurements", "measure"]
+__all__ = ["NOT_MEASURED", "OUTSIDE_SAMPLE", "Measured", "Measurements", "measure"]
+
+NOT_MEASURED = "it is in the sample, and was not measured while capturing"
+OUTSIDE_SAMPLE = "it is outside of the sample that was measured while capturing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,16 @@ class Measurements:
         choices: The formats to measure.
         per_block: Whether to measure the spread of the blocks' errors and the range of the values in blocks.
         channels: Whether to measure the channels.
+        stored: Whether to take the errors that were measured while capturing, of all formats or of `labels`.
+        labels: The formats.
     """
 
     quick: bool = False
     choices: Sequence[FormatChoice] = ()
     per_block: bool = False
     channels: bool = False
+    stored: bool = False
+    labels: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ def measure(item: Item, wanted: Measurements) -> Measured | Skipped | None:
     """Load and measure one item. Return None if it is outside of the selection."""
     try:
         loaded = item.load()
+        if loaded is not None and wanted.stored:
+            return _stored(loaded, wanted.labels)
         return None if loaded is None else _measured(loaded, wanted, item.is_sampled and not wanted.quick)
     except UNREADABLE as error:
         return skipped(item.name, error)
@@ -80,6 +89,26 @@ def _measured(loaded: Loaded, wanted: Measurements, is_read: bool) -> Measured:
             channels = channels_of(bits, loaded.dtype, stats.std)
     tally = Tally(1, loaded.raw_bytes, stats or merge_stats(()), distribution, errors, channels, ranges)
     return Measured(loaded, tally, stats is not None, unmeasured)
+
+
+def _stored(loaded: Loaded, labels: Sequence[str] | None) -> Measured:
+    """Return the errors that were measured while capturing. Reads no element."""
+    errors: dict[str, Errors] = {}
+    problem = loaded.no_high_precision
+    if problem is None:
+        found = {} if loaded.errors is None else loaded.errors()
+        errors = {label: one for label, one in found.items() if labels is None or label in labels}
+        problem = None if errors else _why_not_stored(loaded, found)
+    tally = Tally(1, loaded.raw_bytes, loaded.stats or merge_stats(()), errors=errors)
+    return Measured(loaded, tally, loaded.stats is not None, [] if problem is None else [problem])
+
+
+def _why_not_stored(loaded: Loaded, found: Collection[str]) -> str:
+    if found:
+        return f"it was measured while capturing in {', '.join(found)} alone"
+    if loaded.error_sample is None:
+        return "no record of its series was measured while capturing"
+    return OUTSIDE_SAMPLE if loaded.is_outside_sample else NOT_MEASURED
 
 
 def _ranges(values: torch.Tensor) -> dict[str, BlockRanges]:

@@ -83,6 +83,7 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "upload_to": "s3://bucket/captures", "upload_runs": "exp*", "upload_threads": "3",
         "upload_bandwidth": "10MB", "upload_live_bandwidth": "5MB",
         "upload_delete_local": "after:2h", "upload_drain_s": "60",
+        "lab_formats": "mxfp8, nvfp4:16x16", "lab_sample": "1/16", "lab_cpu": "35%",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
@@ -93,6 +94,7 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         upload_to="s3://bucket/captures", upload_runs="exp*", upload_threads=3, upload_bandwidth=10**7,
         upload_live_bandwidth=5 * 10**6,
         upload_delete_local="after:2h", upload_drain_s=60,
+        lab_formats=("mxfp8", "nvfp4:16x16"), lab_sample="1/16", lab_cpu=0.35,
     )  # fmt: skip
     quota = {
         "run_max": "run_max",
@@ -100,13 +102,16 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "series_max": "series_max",
         "quota_policy": "policy",
     }
+    lab = {name: name.removeprefix("lab_") for name in values if name.startswith("lab_")}
     upload = {name: name.removeprefix("upload_") for name in values if name.startswith("upload_")}
     table = "\n".join(
-        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota, *upload)
+        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota, *upload, *lab)
     )
     uploads = "\n".join(f'{key} = "{values[name]}"' for name, key in upload.items())
     limits = "\n".join(f'{key} = "{values[name]}"' for name, key in quota.items())
-    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n[quota]\n{limits}\n[upload]\n{uploads}\n", "all.toml")
+    labs = "\n".join(f'{key} = "{values[name]}"' for name, key in lab.items())
+    tables = f"[quota]\n{limits}\n[upload]\n{uploads}\n[lab]\n{labs}\n"
+    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n{tables}", "all.toml")
 
     assert set(values) == set(DaemonSettings.model_fields)
     assert (
@@ -258,6 +263,40 @@ def test_a_wrong_key_of_uploads_names_its_place(text: str, said: str) -> None:
     assert len(problems) == 1
     assert problems[0].startswith("capd.toml: [upload] ")
     assert said in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('formats = ["mxfp8", "mxfp9"]', "unknown format 'mxfp9'; known: bf16, fp16, fp8, mxfp8"),
+        ('formats = ["nvfp4:e5m2"]', "nvfp4 has no option 'e5m2'; known: e2m1"),
+        ("formats = 3", 'write a list of formats, such as ["mxfp8", "nvfp4:16x16"]'),
+        (f"formats = {[f'mxfp8:axis=-{n}' for n in range(1, 18)]}", "17 formats are more than the 16"),
+        ('sample = "0"', "'0' is no sample; write 1/N"),
+        ('sample = "1/0"', "'1/0' is no sample; write 1/N"),
+        ('sample = "2/3"', "'2/3' is no sample; write 1/N"),
+        ('cpu = "101%"', "a share of one CPU is from 0.1% to 100%, got '101%'"),
+        ("cpu = 0", "a share of one CPU is from 0.1% to 100%"),
+        ('cpu = "much"', "'much' is no share of a CPU; write a percentage, such as 20%"),
+        ('format = "mxfp8"', "unknown key; known keys: formats, sample, cpu"),
+    ],
+)
+def test_a_wrong_key_of_the_lab_names_its_place(text: str, said: str) -> None:
+    _, problems = read_file(write(f"[lab]\n{text}\n"))
+
+    assert len(problems) == 1
+    assert problems[0].startswith("capd.toml: [lab] ")
+    assert said in problems[0]
+    assert "\n" not in problems[0]
+
+
+def test_a_list_of_formats_is_that_of_the_environment() -> None:
+    write('[lab]\nformats = ["mxfp8", "nvfp4:16x16"]\ncpu = 0.5\n')
+
+    assert load_daemon_settings({}, {}).lab_formats == ("mxfp8", "nvfp4:16x16")
+    assert load_daemon_settings({}, {}).lab_cpu == 0.5
+    found = load_daemon_settings({}, {"CAPD_LAB_FORMATS": "hifp8,hifp8"})
+    assert (found.lab_formats, found.lab_sample) == (("hifp8",), "1/8")
 
 
 @pytest.mark.parametrize(

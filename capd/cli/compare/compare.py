@@ -38,6 +38,10 @@ def compare(
     per_block: Annotated[
         bool, flag("--per-block", "Also show how errors and ranges of single blocks are spread.")
     ] = False,
+    lab: Annotated[
+        bool,
+        flag("--lab", "Show the errors that the daemon measured while capturing, instead of measuring now."),
+    ] = False,
     sweep_scale: Annotated[
         bool,
         flag("--sweep-scale", "Try one scale for all values, from aligned with the largest to the smallest."),
@@ -96,6 +100,9 @@ def compare(
     With --sweep-scale: one power-of-two scale for all values of a group, at 21 exponents, for the elements e4m3,
     e5m2 and e2m1 or those of --formats.
 
+    With --lab: the errors that the daemon stored while it captured ([lab] in capd.toml, docs/lab.md), of all its
+    formats or those of --formats. No tensor is read, so it also works if only statistics were kept.
+
     STORE may be a directory of .pt files. 128 MiB of records are in memory at once, or one record if it is larger,
     and some 30 MiB for each worker. Matching takes some 800 bytes for each record, --records 2 KiB for each pair. The
     products of a linear layer take ten times its operands, at most 2.5 GiB; larger operands are left out.
@@ -106,6 +113,7 @@ def compare(
       capd compare captures
       capd compare captures --by layer,tensor_name
       capd compare captures --formats mxfp8,mxfp8:e5m2,nvfp4:16x16 --axis both
+      capd compare captures --lab --by layer
       capd compare captures/a.zarr captures/b.zarr --first-divergence
       capd compare captures --between quant_type=bf16,mxfp8 --by layer --csv
 
@@ -134,6 +142,7 @@ def compare(
                 "--sweep-scale": sweep_scale,
                 "--all-runs": request.source.all_runs,
                 "--sample": request.source.sample,
+                "--lab": lab,
                 **only_formats,
             },
         )
@@ -143,10 +152,23 @@ def compare(
             request, between=between, ignore=ignore, each=records, first=first_divergence, tolerance=tolerance
         )
     elif sweep_scale:
-        request.refuse("--sweep-scale", {**only_pairs, **only_formats})
+        request.refuse("--sweep-scale", {**only_pairs, **only_formats, "--lab": lab})
         from capd.cli.compare.sweep import compare_sweep
 
         code = compare_sweep(request, formats)
+    elif lab:
+        request.refuse(
+            "stored errors (--lab)",
+            {
+                **only_pairs,
+                **only_formats,
+                "--sample": request.source.sample,
+                "--scheduler": request.cluster.is_used,
+            },
+        )
+        from capd.cli.compare.lab import compare_lab
+
+        code = compare_lab(request, formats)
     else:
         request.refuse("one capture", only_pairs)
         from capd.cli.compare.formats import compare_formats

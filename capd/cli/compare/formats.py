@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from capd.cli.compare.request import CompareRequest, name_some, place_of, shown_metric
 from capd.cli.compare.verdict import print_verdict, verdict_table
@@ -11,10 +11,7 @@ from capd.cli.output import human_count, note, print_lines
 from capd.cli.table import Column, aligned, print_columns
 from capd.errors import ConfigError, NothingMatched
 
-if TYPE_CHECKING:
-    from capd.report.gather import GatheredRecords
-
-__all__ = ["compare_formats"]
+__all__ = ["compare_formats", "print_errors", "say_unmeasured"]
 
 _AXES = {"-1": (-1,), "-2": (-2,), "both": (-1, -2)}
 # The columns of the table by metric, and the order in which a narrow terminal does without them.
@@ -43,14 +40,21 @@ def compare_formats(request: CompareRequest, formats: str, axis: str, *, per_blo
         reasons = "; ".join(dict.fromkeys(reason for _, reason in gathered.unmeasured))
         raise NothingMatched(f"no record with a high-precision source in {', '.join(found.names)}: {reasons}")
     verdict = verdict_document(gathered, chosen)
-    document = {**error_document(found.names, gathered, chosen, fields), "verdict": verdict}
-    if is_verdict:
-        if not request.print(document, *verdict_table(verdict)):
-            print_verdict(verdict, wide=request.wide)
+    document = {**error_document(found.names, gathered, chosen, fields), "verdict": verdict, "lab": None}
+    print_errors(request, document, verdict=is_verdict, per_block=per_block)
+    say_unmeasured(gathered.unmeasured)
+    return found.exit_code(gathered)
+
+
+def print_errors(
+    request: CompareRequest, document: dict[str, Any], *, verdict: bool, per_block: bool = False
+) -> None:
+    """Print the verdict or the groups of a document, as JSON, CSV or tables."""
+    if verdict:
+        if not request.print(document, *verdict_table(document["verdict"])):
+            print_verdict(document["verdict"], wide=request.wide)
     else:
         _print_groups(request, document, per_block=per_block)
-    _say_unmeasured(gathered)
-    return found.exit_code(gathered)
 
 
 def _print_groups(request: CompareRequest, document: dict[str, Any], *, per_block: bool) -> None:
@@ -77,11 +81,11 @@ def _print_groups(request: CompareRequest, document: dict[str, Any], *, per_bloc
             _print_blocks(fields, groups, wide=request.wide)
 
 
-def _say_unmeasured(gathered: GatheredRecords) -> None:
-    """Name on stderr the records without a high-precision source."""
-    if gathered.unmeasured:
-        names = [f"{name} ({reason})" for name, reason in gathered.unmeasured]
-        name_some("record", "not measured", names, sum(gathered.unmeasured.values()))
+def say_unmeasured(unmeasured: Mapping[tuple[str, str], int]) -> None:
+    """Name on stderr the records without errors, by series or file and reason."""
+    if unmeasured:
+        names = [f"{name} ({reason})" for name, reason in unmeasured]
+        name_some("record", "not measured", names, sum(unmeasured.values()))
 
 
 def _print_table(

@@ -10,7 +10,16 @@ from typing import Any
 from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched
-from capd.metrics import NO_RANK, AlertStats, DaemonStats, RunCounters, RunStats, SessionStats, UploadStats
+from capd.metrics import (
+    NO_RANK,
+    AlertStats,
+    DaemonStats,
+    LabStats,
+    RunCounters,
+    RunStats,
+    SessionStats,
+    UploadStats,
+)
 from capd.store.objects.address import Address, RunPlace, place_of
 
 __all__ = ["Counters", "Source"]
@@ -25,6 +34,7 @@ class Counters(RunCounters):
         why_full: The limit that refused a record as disk_full, "" if none did.
         upload: The uploads of the daemon; None without any, and without a daemon.
         alerts: The rules of the daemon; None without any, and without a daemon.
+        lab: The lab of the daemon; None without one, and without a daemon.
         compression_ratio: raw_bytes / stored_bytes.
     """
 
@@ -37,6 +47,7 @@ class Counters(RunCounters):
     max_disk: int | None = None
     upload: UploadStats | None = None
     alerts: AlertStats | None = None
+    lab: LabStats | None = None
 
 
 class Source:
@@ -133,6 +144,7 @@ def _live(stats: DaemonStats, run: RunStats) -> Counters:
         max_disk=stats.max_disk,
         upload=stats.upload,
         alerts=stats.alerts,
+        lab=stats.lab,
         **run.model_dump(exclude={"sealed"}),
     )
 

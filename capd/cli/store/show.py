@@ -27,10 +27,12 @@ from capd.cli.stores import AttemptOption, Given, RunOption, attempt_of, resolve
 from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
 from capd.store.objects.address import place_of
+from capd.strict_json import strict_json
 from capd_client.process.text import printable
 from capd_client.protocol.key import Moment
 
 if TYPE_CHECKING:
+    from capd.analyze.error_sums import Errors
     from capd.store.read.store import Record, Series, Store
 
 __all__ = ["find_one", "show"]
@@ -186,8 +188,34 @@ def _record(record: Record) -> dict[str, Any]:
     }
 
 
+def _errors(record: Record) -> dict[str, Any]:
+    """Return the errors that were measured while capturing, by format. Loads their numbers only if there are any."""
+    found = record.errors
+    if not found:
+        return {}
+    from capd.report.format_errors import error_numbers
+
+    return {label: strict_json(error_numbers(errors)) for label, errors in found.items()}
+
+
+def _error_lines(record: Record) -> list[str]:
+    """Return a line for each format that was measured while capturing."""
+    found = record.errors
+    return [f"{'' if at else 'errors':<11} {label}: {_numbers(one)}" for at, (label, one) in enumerate(found.items())]
+
+
+def _numbers(errors: Errors) -> str:
+    spread = None if errors.blocks is None else errors.blocks.scale_log2_std
+    return (
+        f"SQNR {human_number(errors.sqnr_db)} dB, relative {human_number(errors.relative)}, "
+        f"underflow {human_number(errors.underflow_percent)} %, saturated {human_number(errors.saturation_percent)} %, "
+        f"flushed {human_number(errors.flush_percent)} %, scale std {human_number(spread)}"
+    )
+
+
 def _record_document(series: Series, number: int, first: int) -> dict[str, Any]:
     document = {**_head(series), **_record(series.records[number]), "values": None, "value_histogram": None}
+    document["errors"] = _errors(series.records[number])
     document["dequantises_to"] = _whole(series, document["attributes"])
     if series.kept == "tensor":
         flat = series.values(number).reshape(-1)
@@ -241,6 +269,7 @@ def _print_record(series: Series, number: int, first: int, *, wide: bool) -> Non
         *_part_lines(_whole(series, record.attributes)),
         *(f"{name:<11} {human_number(getattr(stats, name))}" for name in _STATISTICS),
         f"values      {first_values}",
+        *_error_lines(record),
     ]
     bars = ["", "exponents", *exponent_bars(stats.exponent_histogram), *bars]
     print_lines([*_lines(text, wide=wide), *bars])

@@ -40,6 +40,7 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
             if counters.scalar_records
             else []
         ),
+        *([f"lab         {_lab(counters)}"] if counters.error_records or counters.lab is not None else []),
         f"stored      {_stored(counters)}",
     ]
     if counters.rate_mib_s is not None:
@@ -96,6 +97,17 @@ def _alerts(found: AlertStats) -> str:
         ),
     ]
     return printable(", ".join(parts) + last)
+
+
+def _lab(counters: Counters) -> str:
+    """Return what the lab measured of the run, and what the daemon left out of the sample since its start."""
+    parts = [f"errors of {human_count(counters.error_records, 'record')} measured while capturing"]
+    if (lab := counters.lab) is not None:
+        reasons = {name: count for name, count in lab.records.items() if count and name != "measured"}
+        parts += [f"daemon left out {_by_reason(reasons)}"] if reasons else []
+        parts += [f"{human_count(lab.waiting)} wait"] if lab.waiting else []
+        parts += [printable(lab.problem)] if lab.problem else []
+    return "; ".join(parts)
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

@@ -11,6 +11,8 @@ __all__ = ["CpuBudget", "FairShare", "MeasuringCost"]
 
 # CPU time that was not used is kept for so long.
 _BURST_S = 2.0
+# Shorter waits are not worth it.
+_LEAST_WAIT_S = 1e-6
 # The time over which the wanted CPU time is averaged.
 _WINDOW_S = 20.0
 # The fixed cost of a record, as the number of bytes that take the same time.
@@ -31,15 +33,16 @@ class CpuBudget:
 
     def wait_s(self) -> float:
         """Return the seconds until something may be spent; 0 if that is now."""
-        now = self._clock()
-        self._held = min(self._most, self._held + (now - self._at) * self._share)
-        self._at = now
-        return max(0.0, -self._held / self._share)
+        self.spend(0.0)
+        wait_s = -self._held / self._share
+        return wait_s if wait_s > _LEAST_WAIT_S else 0.0
 
     def spend(self, cpu_s: float) -> None:
-        """Take CPU time that was used."""
-        self.wait_s()
-        self._held -= cpu_s
+        """Take CPU time that was used since the last call."""
+        now = self._clock()
+        # What comes in while a record is measured is not lost to the limit.
+        self._held = min(self._most, self._held + (now - self._at) * self._share - cpu_s)
+        self._at = now
 
 
 class MeasuringCost:

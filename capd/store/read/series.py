@@ -213,7 +213,7 @@ class Series:
     @property
     def error_sample(self) -> str | None:
         """The share of calls whose errors were measured while capturing, such as "1/8"; None without any."""
-        return self._error_rows.sample
+        return self._error_rows.sample if self._error_rows else None
 
     def record(self, number: int) -> Record:
         """Return the record with this number in the array."""
