@@ -233,7 +233,7 @@ class Daemon:
         staging_nbytes = self._staging_nbytes
         if settings.lab_formats:
             self._lab = Lab(settings, staging_nbytes)
-            staging_nbytes -= self._lab.memory.nbytes
+            staging_nbytes = max(0, staging_nbytes - self._lab.memory.nbytes)
         self._pipeline = Pipeline(
             self._root,
             self._node,

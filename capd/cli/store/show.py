@@ -201,7 +201,10 @@ def _errors(record: Record) -> dict[str, Any]:
 def _error_lines(record: Record) -> list[str]:
     """Return a line for each format that was measured while capturing."""
     found = record.errors
-    return [f"{'' if at else 'errors':<11} {label}: {_numbers(one)}" for at, (label, one) in enumerate(found.items())]
+    return [
+        f"{'' if at else 'errors':<11} {label}: {_numbers(one)}"
+        for at, (label, one) in enumerate(found.items())
+    ]
 
 
 def _numbers(errors: Errors) -> str:

@@ -49,7 +49,8 @@ class CopyMemory:
             np.copyto(place.reshape(shape), job.tensor(stored)[tuple(slice(None) for _ in shape)])
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with the last reference to it."""
+        """Give the memory back. No copy may be in use."""
+        self._map.close()
         os.close(self.fd)
 
 

@@ -31,7 +31,7 @@ __all__ = ["Lab"]
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_NBYTES = 128 << 20
+_LEAST_NBYTES, _MOST_NBYTES = 512 << 10, 128 << 20
 # Rows that are written together, and how long the first of them may wait.
 _MOST_ROWS = 32
 _ROWS_WAIT_S = 0.3
@@ -55,7 +55,7 @@ class Lab(threading.Thread):
             settings.lab_cpu,
         )
         self._of, self._clock = parse_sample(settings.lab_sample), clock
-        self.memory = CopyMemory(min(_MEMORY_NBYTES, staging_nbytes // 2))
+        self.memory = CopyMemory(max(_LEAST_NBYTES, min(_MOST_NBYTES, staging_nbytes // 2)))
         self.figures = LabFigures()
         self._changed = threading.Condition()
         self._queue: deque[RecordCopy] = deque()
@@ -103,7 +103,8 @@ class Lab(threading.Thread):
     def _reason_against(self, job: RecordJob) -> str | None:
         """Return why a record of the sample is not measured, whatever memory is free; None if it may be."""
         key, moment, nbytes = job.define.key, job.descriptor.moment, job.descriptor.nbytes
-        if job.descriptor.part is not None:
+        # A whole record that came in parts is in a file, and reading it would take too long here.
+        if job.descriptor.part is not None or not isinstance(job.data, memoryview):
             return "in_parts"
         if not nbytes and 0 not in job.descriptor.shape:
             return "no_elements"
@@ -168,8 +169,12 @@ class Lab(threading.Thread):
                 self.memory.give(copy.slot)
                 if outcome is not None:
                     self.figures.count(outcome)
-        finally:
             self._write_rows()
+        except Exception:
+            # Captures go on. What follows finds no memory, and is counted.
+            self._problem = "the thread of the lab has failed; the log says why"
+            logger.exception("[lab] nothing is measured any more")
+        finally:
             if self._process is not None:
                 self._process.close()
             with self._changed:

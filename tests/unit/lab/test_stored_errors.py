@@ -39,9 +39,9 @@ def test_sums_come_back_to_the_bit_and_merge_as_before() -> None:
 
 
 def test_a_tensor_that_a_format_does_not_take_says_why() -> None:
-    errors, problems = measured_bits(np.array(3.0, np.float32), "float32", choices("hifp8,nvfp4:16x16"))
+    errors, problems = measured_bits(np.array(3.0, np.float32), "float32", choices("hifp8,mxfp8:axis=-2"))
     assert list(errors) == ["hifp8"]
-    assert problems[0].startswith("nvfp4:16x16: ")
+    assert problems[0].startswith("mxfp8:axis=-2: ")
     assert unpack_row(pack_row(StoredErrors(b"", 1, errors, problems))).problems == problems
 
 

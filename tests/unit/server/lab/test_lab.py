@@ -1,0 +1,108 @@
+"""Which records the lab copies, why it leaves others out, and that its memory comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from capd.config import DaemonSettings
+from capd.server.lab.copies import RecordCopy
+from capd.server.lab.lab import Lab
+from capd.server.pipeline.jobs import RecordJob
+from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.messages import Define, Descriptor
+from capd_client.protocol.scalars import scalar_key
+
+KEY = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0", layer=0)
+
+
+class NoSink:
+    """Hears of no outcome, because no job is committed here."""
+
+    def committed(self, sequences: Sequence[int]) -> None:
+        raise AssertionError(sequences)
+
+    def refused(self, sequence: int, reason: DropReason, message: str) -> None:
+        raise AssertionError(message)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """A lab whose thread never begins, with room for one MiB of copies."""
+    settings = DaemonSettings.model_validate({"lab_formats": "mxfp8", "lab_sample": "1/2", "lab_cpu": "100%"})
+    made = Lab(settings, 2 << 20)
+    yield made
+    made.memory.close()
+
+
+def job(
+    values: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+    *,
+    iteration: int = 0,
+    key: Key = KEY,
+    dtype: str = "bfloat16",
+    order: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> RecordJob:
+    data = memoryview(values.tobytes())
+    item = Descriptor(
+        7, 4096, len(data), 0, values.shape if shape is None else shape, Moment(iteration=iteration), order=order
+    )  # fmt: skip
+    return RecordJob("run", b"c" * 16, 7, Define(id=0, key=key, dtype=dtype), item, data, NoSink())
+
+
+def outcomes(lab: Lab) -> dict[str, int]:
+    return {name: count for name, count in lab.figures.read().records.items() if count}
+
+
+def held(lab: Lab, copy: RecordCopy, nbytes: int) -> bytes:
+    import os
+
+    return os.pread(lab.memory.fd, nbytes, copy.slot[0])
+
+
+def test_a_copy_has_the_elements_in_their_order_whatever_that_of_the_arena(lab: Lab) -> None:
+    values = np.arange(24 * 7, dtype=np.uint16).reshape(24, 7)
+    plain = lab.take(job(values))
+    turned = lab.take(job(np.ascontiguousarray(values.T), order=(1, 0), shape=(24, 7)))
+    assert plain is not None
+    assert turned is not None
+    assert held(lab, plain, values.nbytes) == held(lab, turned, values.nbytes) == values.tobytes()
+    assert outcomes(lab) == {}
+
+
+def test_what_is_outside_of_the_sample_or_no_source_is_not_counted(lab: Lab) -> None:
+    values = np.zeros((4, 4), np.uint16)
+    assert lab.take(job(values, iteration=1)) is None
+    assert lab.take(job(values, dtype="int16")) is None
+    assert lab.take(job(values, key=scalar_key("loss", 0))) is None
+    assert outcomes(lab) == {}
+
+
+def test_each_reason_against_a_record_of_the_sample_is_counted(lab: Lab) -> None:
+    assert lab.take(job(np.zeros((0,), np.uint16), shape=(4, 4))) is None
+    assert lab.take(job(np.zeros((1 << 20,), np.uint16))) is None
+    assert outcomes(lab) == {"no_elements": 1, "too_large": 1}
+
+
+def test_memory_is_bounded_and_comes_back_when_a_record_is_refused(lab: Lab) -> None:
+    quarter = np.zeros((128 << 10,), np.uint16)
+    taken = [lab.take(job(quarter)) for _ in range(6)]
+    copies = [copy for copy in taken if copy is not None]
+    assert len(copies) == 4
+    assert outcomes(lab) == {"memory": 2}
+    copies[0].settle(committed=False)
+    again = lab.take(job(quarter))
+    assert again is not None
+    assert outcomes(lab) == {"memory": 2}
+    again.settle(committed=True)
+    assert (lab.stats().waiting, lab.stats().waiting_bytes) == (1, quarter.nbytes)
+
+
+def test_an_empty_tensor_is_measured_too(lab: Lab) -> None:
+    copy = lab.take(job(np.zeros((0, 32), np.uint16)))
+    assert copy is not None
+    assert copy.nbytes == 0
