@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +15,11 @@ from capd.analyze.groups import Fields, Tally
 from capd.analyze.shape import shape_of
 from capd.analyze.verdict.score import best_of
 from capd.report.gather import GatheredRecords
+from capd.report.measured import NOT_MEASURED, OUTSIDE_SAMPLE
 
-__all__ = ["BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers", "sample_numbers"]
+__all__ = [
+    "BLOCK_SHARES", "COUNTS", "METRICS", "error_document", "error_numbers", "lab_numbers", "sample_numbers",
+]  # fmt: skip
 
 COUNTS = ("records", "count", "nan", "inf", "lost", "underflows", "saturations", "flushes")
 METRICS = (
@@ -69,6 +73,20 @@ def sample_numbers(gathered: GatheredRecords) -> dict[str, Any] | None:
         "sqnr_db_error": {
             label: errors.sqnr_db_error for label, errors in gathered.groups.whole().errors.items()
         },
+    }
+
+
+def lab_numbers(gathered: GatheredRecords) -> dict[str, Any]:
+    """Return the samples that were measured while capturing, and how many of their records were."""
+    without = Counter[str]()
+    for (_, reason), count in gathered.unmeasured.items():
+        without[reason] += count
+    measured = gathered.groups.whole().records - without.total()
+    return {
+        "samples": sorted(gathered.error_samples),
+        "measured": measured,
+        "in_sample": measured + without[NOT_MEASURED],
+        "outside": without[OUTSIDE_SAMPLE],
     }
 
 

@@ -105,7 +105,9 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
     lab = {name: name.removeprefix("lab_") for name in values if name.startswith("lab_")}
     upload = {name: name.removeprefix("upload_") for name in values if name.startswith("upload_")}
     table = "\n".join(
-        f'{name} = "{value}"' for name, value in values.items() if name not in ("allow_uid", *quota, *upload, *lab)
+        f'{name} = "{value}"'
+        for name, value in values.items()
+        if name not in ("allow_uid", *quota, *upload, *lab)
     )
     uploads = "\n".join(f'{key} = "{values[name]}"' for name, key in upload.items())
     limits = "\n".join(f'{key} = "{values[name]}"' for name, key in quota.items())

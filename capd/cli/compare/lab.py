@@ -15,8 +15,7 @@ __all__ = ["compare_lab"]
 def compare_lab(request: CompareRequest, formats: str | None) -> int:
     """Print the stored errors of all formats, or of some, and return the exit code."""
     from capd.analyze.format_choice import choices
-    from capd.report.format_errors import error_document
-    from capd.report.lab_numbers import lab_numbers
+    from capd.report.format_errors import error_document, lab_numbers
     from capd.report.measured import OUTSIDE_SAMPLE
     from capd.report.verdict_document import verdict_document
 
