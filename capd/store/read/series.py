@@ -21,11 +21,11 @@ from capd.store.format.codecs import Encoded
 from capd.store.format.dtypes import kept_of, stored_type, to_values
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.statistics import public
+from capd.store.measured.error_rows import ErrorRows, error_series
 from capd.store.objects.address import RunPlace
 from capd.store.quantised.dequantise import dequantised
 from capd.store.quantised.parts import ATTRIBUTES
 from capd.store.read.elements import ReadTools, RecordReader
-from capd.store.read.measured import ErrorRows, error_series
 from capd.store.read.notebook import series_html
 from capd.store.read.record import Record, Records
 from capd.store.read.reopened import reopened_node

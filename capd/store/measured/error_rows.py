@@ -17,13 +17,20 @@ from numpy.typing import NDArray
 from capd.store.catalog.rows import SeriesRow
 from capd.store.format.dtypes import stored_type
 from capd.store.format.frames import SeriesHeader
-from capd.store.read.source import RunNode
 from capd_client.protocol.key import Key, Moment
 
 __all__ = ["ErrorRows", "error_series"]
 
+
+class SeriesHolder(Protocol):
+    """One node's part of a run."""
+
+    @property
+    def series(self) -> dict[str, SeriesRow]: ...
+
+
 # A run has thousands of series, and each asks for those of its key.
-_by_key: weakref.WeakKeyDictionary[RunNode, dict[tuple[Key, str], list[SeriesRow]]] = (
+_by_key: weakref.WeakKeyDictionary[SeriesHolder, dict[tuple[Key, str], list[SeriesRow]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -40,7 +47,7 @@ class ErrorSource(Protocol):
     def read(self, number: int) -> NDArray[np.generic]: ...
 
 
-def error_series(node: RunNode, header: SeriesHeader) -> list[SeriesRow]:
+def error_series(node: SeriesHolder, header: SeriesHeader) -> list[SeriesRow]:
     """Return the series with the errors of the records of a series."""
     found = _by_key.get(node)
     if found is None:

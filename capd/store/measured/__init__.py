@@ -1,0 +1,1 @@
+"""The rows with errors of formats: found by the records that they are of."""
