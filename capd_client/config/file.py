@@ -123,7 +123,14 @@ def parse_settings(table: Mapping[str, Any]) -> Mapping[str, Any]:
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
     values = {name: getattr(settings, name) for name in FileSettings.__struct_fields__}
-    del values["when"], values["daemon"], values["quota"], values["upload"], values["lab"], values["retention"]
+    del (
+        values["when"],
+        values["daemon"],
+        values["quota"],
+        values["upload"],
+        values["lab"],
+        values["retention"],
+    )
     del values["trigger"]
     values["rule"] = check_rules(settings.rule) or None
     values |= {f"when.{name}": getattr(settings.when, name) for name in WhenSettings.__struct_fields__}
