@@ -42,8 +42,8 @@ from benchmarks.training_overhead import (
     own_client,
     wait_until_acknowledged,
 )
-from capd.cli.daemon_client import connect
 from capd.errors import ObjectStoreError
+from capd.server.net.daemon_client import connect
 from capd.server.net.endpoint import parse
 from capd.store.objects.address import parse_address
 from capd.store.objects.bucket import Bucket

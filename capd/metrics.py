@@ -40,6 +40,9 @@ class SessionStats(_Model):
         end: The end of a rank that died ("SIGKILL", "exit code 3"); "" if the kernel does not report it.
         connected: The rank has a connection now.
         dropped: The drops by reason.
+        iteration: The current iteration; null before the first one, and for a rank that was released or persisted.
+        arena_bytes: The size of its arena; 0 once it is released.
+        arena_used: The bytes of its captures that arrived and are not committed. They hold slots of the arena.
         clean: False if the daemon that saved the counters did not see the rank's end. The counters may then be up to
             one second old.
     """
@@ -57,6 +60,9 @@ class SessionStats(_Model):
     in_flight: int
     dropped: dict[str, int]
     clean: bool
+    iteration: int | None = None
+    arena_bytes: int = 0
+    arena_used: int = 0
 
     @property
     def killed(self) -> bool:
@@ -214,6 +220,7 @@ class DaemonStats(_Model):
         upload: Its uploads; null without any.
         alerts: Its rules and their alerts; null without rules.
         lab: Its lab; null without any.
+        oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.
         arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
         refused_connections: The refused connections by code.
     """
@@ -229,6 +236,7 @@ class DaemonStats(_Model):
     keep_free: int
     max_disk: int | None
     connections: int
+    oldest_s: float = 0.0
     arriving: int = 0
     refused_connections: dict[str, int]
     runs: list[RunStats]

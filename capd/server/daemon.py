@@ -170,6 +170,7 @@ class Daemon:
 
     def stats(self, run_id: str | None = None) -> DaemonStats:
         """Return the answer to STATS: the counters of one run, or of all."""
+        oldest = self._pipeline.oldest_since
         return DaemonStats(
             version=__version__,
             pid=os.getpid(),
@@ -182,6 +183,7 @@ class Daemon:
             keep_free=self._budget.keep_free_nbytes(),
             max_disk=self._budget.max_disk,
             connections=self._listener.connections,
+            oldest_s=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
             arriving=self._listener.arriving,
             refused_connections=dict(self._listener.refused),
             runs=self._registry.stats(run_id),

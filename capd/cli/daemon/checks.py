@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from capd.cli.daemon_client import connect
 from capd.cli.output import human_nbytes, versions
 from capd.config import DaemonSettings
 from capd.errors import CapdError, EndpointError
+from capd.server.net.daemon_client import connect
 from capd.store.catalog.place import is_network
 from capd_client.process.text import printable
 from capd_client.protocol.control import Stats, StatsReply

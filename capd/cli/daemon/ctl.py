@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from capd.cli.daemon.ranks_view import order_lines, status_lines
-from capd.cli.daemon_client import connect
 from capd.cli.options import Wide, flag, grouped, option
 from capd.cli.output import print_json, print_lines
 from capd.errors import CapdError, ConfigError, NothingMatched
 from capd.metrics import RankControl
+from capd.server.net.daemon_client import connect
 from capd_client.protocol.control import Control, ControlReply
 from capd_client.protocol.key import MAX_INDEX
 from capd_client.protocol.selection import Selection

@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from capd.cli.daemon_client import wait_until_ready
 from capd.cli.output import note
 from capd.config import DaemonSettings
 from capd.errors import ConfigError, StoreError
 from capd.server.daemon import node_name
+from capd.server.net.daemon_client import wait_until_ready
 from capd.server.net.endpoint import endpoint_path
 
 __all__ = ["go_on_detached"]

@@ -21,13 +21,13 @@ from typing import Literal
 
 import typer
 
-from capd.cli.daemon_client import connect, wait_until_ready
 from capd.cli.output import human_count, human_nbytes, note
 from capd.cli.signals import signals_put_off
 from capd.config import load_daemon_settings
 from capd.drops import describe_drops, left_out, lost
 from capd.errors import EndpointError, StoreError
 from capd.metrics import DaemonStats, RunStats
+from capd.server.net.daemon_client import connect, wait_until_ready
 from capd.server.net.endpoint import MAX_PATH_NBYTES, parse
 from capd.server.runs.names import check_run_id, new_run_id
 from capd.server.runs.unsealed import EXIT_UNSEALED

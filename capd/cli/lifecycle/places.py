@@ -71,7 +71,7 @@ def _path_of(word: str) -> Path:
 
 def released(run: Path) -> bool:
     """Ask the daemons of this machine that have a run open to let it go. Return False if one does not."""
-    from capd.cli.daemon_client import connect
+    from capd.server.net.daemon_client import connect
     from capd.server.runs.root_lock import owner_of
     from capd.store.disk.layout import nodes_of
     from capd_client.protocol.control import Control

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from capd.cli.daemon_client import REPLY_TIMEOUT_S, connect
 from capd.cli.jobs.companion import Companion
 from capd.collect.watching import Observation
 from capd.drops import lost
 from capd.errors import EndpointError
 from capd.metrics import DaemonStats, RunStats
+from capd.server.net.daemon_client import REPLY_TIMEOUT_S, connect
 from capd.server.net.endpoint import parse
 from capd_client.process.documents import left
 from capd_client.protocol.control import Control

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from capd.cli.daemon_client import connect
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched
 from capd.metrics import (
@@ -20,6 +19,7 @@ from capd.metrics import (
     SessionStats,
     UploadStats,
 )
+from capd.server.net.daemon_client import connect
 from capd.store.objects.address import Address, RunPlace, place_of
 
 __all__ = ["Counters", "Source"]

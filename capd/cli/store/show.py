@@ -22,10 +22,11 @@ from capd.cli.output import (
     print_json,
     print_lines,
 )
-from capd.cli.store.histogram import exponent_bars, value_bars, value_counts
+from capd.cli.store.histogram import value_bars, value_counts
 from capd.cli.stores import AttemptOption, Given, RunOption, attempt_of, resolve_run
 from capd.cli.table import Column, aligned, print_columns, prose
 from capd.errors import ConfigError, NothingMatched
+from capd.live.bars import exponent_bars
 from capd.store.objects.address import place_of
 from capd.strict_json import strict_json
 from capd_client.process.text import printable

@@ -333,6 +333,11 @@ class RankSession:
         return 0 if (arena := self._arena) is None else arena.nbytes
 
     @property
+    def arena_used(self) -> int:
+        """The bytes of its captures that arrived and are not committed. Each holds a slot of the arena."""
+        return self.session.arena_nbytes
+
+    @property
     def connected(self) -> bool:
         """Whether a connection speaks for the session now."""
         return self.session.phase is Phase.LIVE

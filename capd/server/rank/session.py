@@ -74,6 +74,8 @@ class Session:
         self.in_work: dict[int, Submission] = {}
         # The memory of the captures in work here. Their elements stay in the arena.
         self.in_work_nbytes = 0
+        # Their elements in the arena.
+        self.arena_nbytes = 0
         self.ledger = Ledger()
         # The reason of each refused record, by sequence.
         self._refused: dict[int, DropReason] = {}
@@ -173,6 +175,7 @@ class Session:
                 submission = (item, define)
                 self.in_work[sequence] = submission
                 self.in_work_nbytes += _held_nbytes(item)
+                self.arena_nbytes += item.nbytes
                 submit.append(submission)
         return submit
 
@@ -283,6 +286,7 @@ class Session:
     def _settle(self, sequence: int) -> None:
         item, _ = self.in_work.pop(sequence)
         self.in_work_nbytes -= _held_nbytes(item)
+        self.arena_nbytes -= item.nbytes
         self._replies.settled(sequence)
 
 

@@ -26,7 +26,7 @@ def run_stats(
 ) -> RunStats:
     """Return the counters of one run: the sums over its sessions, current or finished, and the sessions themselves."""
     sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
-    sessions += [_session(rank.row(), connected=rank.connected, clean=True) for rank in ranks]
+    sessions += [_live_session(rank) for rank in ranks]
     return RunStats(
         run_id=run.run_id,
         path=str(run.path),
@@ -44,9 +44,19 @@ def run_stats(
     )
 
 
-def _session(row: SessionRow, *, connected: bool, clean: bool) -> SessionStats:
+def _session(row: SessionRow, *, connected: bool, clean: bool, **more: int | None) -> SessionStats:
     others = {"client": row.client.hex(), "connected": connected, "clean": clean}
-    return SessionStats.model_validate(_shared(row, SessionStats) | others)
+    return SessionStats.model_validate(_shared(row, SessionStats) | others | more)
+
+
+def _live_session(rank: RankSession) -> SessionStats:
+    arena = {"arena_bytes": rank.arena_nbytes, "arena_used": rank.arena_used}
+    return _session(rank.row(), connected=rank.connected, clean=True, iteration=_iteration(rank), **arena)
+
+
+def _iteration(rank: RankSession) -> int | None:
+    begun = rank.begun
+    return begun - 1 if begun else None
 
 
 def _shared(row: SessionRow, model: type[BaseModel]) -> dict[str, Any]:
@@ -56,14 +66,14 @@ def _shared(row: SessionRow, model: type[BaseModel]) -> dict[str, Any]:
 
 def rank_control(rank: RankSession, wanted: Steer | None) -> RankControl:
     """Return how a live rank is steered, and the part of `wanted` that it does not follow yet."""
-    row, begun, steered = rank.row(), rank.begun, rank.orders.steered
+    row, steered = rank.row(), rank.orders.steered
     in_force = None if steered is None else steered.in_force
     behind = wanted is not None and (in_force is None or in_force.id < wanted.id)
     return RankControl(
         **_shared(row, RankControl),
         run_id=rank.run_id,
         connected=rank.connected,
-        iteration=begun - 1 if begun else None,
+        iteration=_iteration(rank),
         capturing=in_force is None or in_force.capturing,
         in_force=_steer(in_force),
         since=None if steered is None else steered.since,

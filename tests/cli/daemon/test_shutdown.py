@@ -18,7 +18,7 @@ from tests.kit.processes import capd
 OTHER_USER = """
 import os, sys
 from pathlib import Path
-from capd.cli.daemon_client import connect
+from capd.server.net.daemon_client import connect
 from capd_client.protocol.control import Control
 os.setgroups([])
 os.setresuid(1001, 1001, 1001)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capd.cli.store.histogram import exponent_bars, value_counts
+from capd.cli.store.histogram import value_counts
+from capd.live.bars import exponent_bars
 from tests.kit.store.cli import Result
 
 Capd = Callable[..., Result]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from capd.cli.daemon_client import connect
+from capd.server.net.daemon_client import connect
 from capd_client.protocol.messages import Ping, Pong
 from tests.kit.processes import capd, daemons_on, until
 
