@@ -123,7 +123,9 @@ class NewestRecords:
         self.problem = ""
         is_settled = time.time_ns() - max(changed for _, _, changed in seen) > _SETTLED_NS
         self._seen = seen if is_settled else ()
-        merged = sorted([*found, *self._records], key=lambda record: record.moment.time_ns, reverse=True)
+        merged = sorted(
+            [*found, *self._records], key=lambda record: (record.moment.time_ns, record.number), reverse=True
+        )
         self._records = merged[: self._limit]
         return self._records
 

@@ -1,1 +1,1 @@
-"""The commands about what happens while a job runs: alerts, rules."""
+"""The commands that watch a job while it runs."""

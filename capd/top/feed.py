@@ -1,0 +1,102 @@
+"""The feed of the screen: a thread that samples the daemon and reads the live catalog, again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from capd.live.records import NewestRecords
+from capd.live.sampler import Sampler
+from capd.top.view import TopData, TopView
+
+__all__ = ["TopFeed"]
+
+_JOIN_S = 0.5
+
+
+class TopFeed:
+    """Samples on a thread of its own, so that a daemon that does not answer never stops the screen.
+
+    Attributes:
+        run_id: The run that was asked for; None follows the newest one with live ranks.
+        client: The rank whose rates are wanted; "" for none.
+    """
+
+    def __init__(
+        self, endpoint: Path, run_id: str | None, interval_s: float, show: Callable[[TopData], None]
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            endpoint: The path of the daemon's socket.
+            run_id: The run that was asked for.
+            interval_s: The seconds between two samples.
+            show: Called with each sample, from the thread.
+        """
+        self._sampler = Sampler(endpoint)
+        self._interval_s, self._show = interval_s, show
+        self.run_id, self.client = run_id, ""
+        self._newest: NewestRecords | None = None
+        self._stopping = threading.Event()
+        # A key that asks for something else, such as another run, is answered at once.
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="capd-top", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Sample now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Stop. A thread that waits for a daemon ends with the process."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+
+    def close(self) -> None:
+        """Close the connection of a feed that never started."""
+        self._sampler.close()
+
+    def take(self) -> TopData:
+        """Return a sample of this moment."""
+        sample = self._sampler.sample()
+        run = TopView(self.run_id).run(TopData(sample))
+        if run is None or sample.node is None:
+            self._newest = None
+            return TopData(sample, self._sampler.events)
+        newest = self._newest
+        if newest is None or str(newest.run) != run.path:
+            newest = self._newest = NewestRecords(Path(run.path), sample.node.node)
+        records = newest.look()
+        return TopData(
+            sample=sample,
+            events=self._sampler.events,
+            records=records,
+            note=_note(newest),
+            run_rates=self._sampler.rates(run.run_id),
+            rank_rates=self._sampler.rates(run.run_id, self.client) if self.client else (),
+        )
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._wake.clear()
+                data = self.take()
+                if not self._stopping.is_set():
+                    self._show(data)
+                self._wake.wait(self._interval_s)
+        finally:
+            self._sampler.close()
+
+
+def _note(newest: NewestRecords) -> str:
+    if newest.problem:
+        return newest.problem
+    if newest.damaged:
+        return f"{newest.damaged} rows could not be read; see `capd verify`"
+    return f"{newest.left_out:,} records passed unlisted" if newest.left_out else ""
