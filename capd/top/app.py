@@ -20,7 +20,7 @@ from textual.widget import Widget
 from capd.live.state import RankState
 from capd.top.feed import TopFeed
 from capd.top.frame import frame
-from capd.top.lines import Line
+from capd.top.lines import Line, divided
 from capd.top.text import width_of
 from capd.top.view import TopData, TopView
 
@@ -32,8 +32,8 @@ def _style(words: str) -> Style:
     return Style.parse(words) if words else Style.null()
 
 
-class FrameWidget(Widget, can_focus=True):
-    """Draws a frame. Only lines that changed are written to the terminal, as far as they changed.
+class FrameWidget(Widget):
+    """Draws a part of a frame. Only lines that changed are written to the terminal, as far as they changed.
 
     Texts are drawn as they are: nothing in them is taken for markup.
     """
@@ -42,13 +42,8 @@ class FrameWidget(Widget, can_focus=True):
         super().__init__()
         self._lines: list[Line] = []
 
-    @property
-    def lines(self) -> list[Line]:
-        """The frame that is shown."""
-        return self._lines
-
     def show(self, lines: list[Line]) -> None:
-        """Draw a frame of the size of the widget."""
+        """Draw lines of the size of the widget."""
         old, self._lines = self._lines, lines
         if len(old) != len(lines):
             self.refresh()
@@ -101,10 +96,16 @@ class TopApp(App[None]):
 
     Attributes:
         view: What the user changes by keys.
+        lines: The frame that is shown.
         failure: The error that ended the application; None if none did.
     """
 
-    CSS = "Screen { overflow: hidden; } FrameWidget { width: 100%; height: 100%; }"
+    # Two parts, because Textual writes a line from the beginning of its widget: what changes on the right costs nothing
+    # on the left.
+    CSS = """
+    Screen { overflow: hidden; layout: horizontal; }
+    FrameWidget { width: 1fr; height: 100%; }
+    """
     ENABLE_COMMAND_PALETTE = False
     TITLE = "capd top"
 
@@ -124,6 +125,7 @@ class TopApp(App[None]):
         # The newest sample, and the one that is shown: they differ while the screen is paused.
         self._newest = TopData()
         self._shown = TopData()
+        self.lines: list[Line] = []
 
     @property
     def shown(self) -> TopData:
@@ -131,12 +133,12 @@ class TopApp(App[None]):
         return self._shown
 
     def compose(self) -> ComposeResult:
-        """Fill the screen with one frame."""
+        """Fill the screen with the parts of a frame."""
+        yield FrameWidget()
         yield FrameWidget()
 
     def on_mount(self) -> None:
         """Begin to sample."""
-        self.query_one(FrameWidget).focus()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             # The terminal is left as it was.
@@ -179,8 +181,17 @@ class TopApp(App[None]):
 
     def draw(self) -> None:
         """Draw what is known now."""
-        for widget in self.query(FrameWidget):
-            widget.show(frame(self.view, self._shown, widget.size.width, widget.size.height))
+        parts = list(self.query(FrameWidget))
+        width, height = self.size
+        if len(parts) != 2 or not width or not height:
+            return
+        self.lines = frame(self.view, self._shown, width, height)
+        middle = self.view.middle
+        both = [divided(line, middle or width) for line in self.lines]
+        parts[0].styles.width = middle or "1fr"
+        parts[1].display = bool(middle)
+        parts[0].show([left for left, _ in both])
+        parts[1].show([right for _, right in both])
 
     def _press(self, event: events.Key) -> None:
         was_paused = self.view.paused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from capd.top.view import TopData, TopView
 __all__ = ["TopFeed"]
 
 _JOIN_S = 0.5
+# Every row of the records changes with each look.
+_LOOK_S = 2.0
 
 
 class TopFeed:
@@ -38,6 +41,7 @@ class TopFeed:
         self._interval_s, self._show = interval_s, show
         self.run_id, self.client = run_id, ""
         self._newest: NewestRecords | None = None
+        self._clock, self._look_at = time.monotonic, 0.0
         self._stopping = threading.Event()
         # A key that asks for something else, such as another run, is answered at once.
         self._wake = threading.Event()
@@ -72,11 +76,14 @@ class TopFeed:
         newest = self._newest
         if newest is None or str(newest.run) != run.path:
             newest = self._newest = NewestRecords(Path(run.path), sample.node.node)
-        records = newest.look()
+            self._look_at = 0.0
+        if self._clock() >= self._look_at:
+            newest.look()
+            self._look_at = self._clock() + _LOOK_S - self._interval_s / 2
         return TopData(
             sample=sample,
             events=self._sampler.events,
-            records=records,
+            records=newest.records,
             note=_note(newest),
             run_rates=self._sampler.rates(run.run_id),
             rank_rates=self._sampler.rates(run.run_id, self.client) if self.client else (),

@@ -32,6 +32,7 @@ _KEYS = (
 def frame(view: TopView, data: TopData, width: int, height: int) -> list[Line]:
     """Return exactly `height` lines of exactly `width` columns, and note in the view where its lists are."""
     view.areas.clear()
+    view.middle = _middle(width) if view.pane and not view.overlay else 0
     run = view.run(data)
     banner = banner_lines(data.sample, width)
     most = max(1, min(6 if width >= 60 else 9, height // 3))
@@ -60,6 +61,10 @@ def _steady(view: TopView, head: list[Line], width: int, most: int) -> list[Line
     return _cut(head, width, view.head[2])
 
 
+def _middle(width: int) -> int:
+    return max(74, width * 9 // 20) if width >= _WIDE else 0
+
+
 def _event_height(height: int) -> int:
     return 0 if height < 14 else min(10, 2 + height // 12)
 
@@ -69,8 +74,7 @@ def _body(view: TopView, data: TopData, width: int, height: int, y: int) -> list
         return _overlay(view, data, width, height)
     if not view.pane:
         return _ranks(view, data, width, height, y)
-    if width >= _WIDE:
-        left = max(74, width * 9 // 20)
+    if left := _middle(width):
         return beside(
             _ranks(view, data, left, height, y),
             _pane(view, data, width - left - 3, height, left + 3, y),
@@ -100,7 +104,8 @@ def _pane(view: TopView, data: TopData, width: int, height: int, x: int, y: int)
         record = records[view.place("records", records)]
         lines += _cut(statistics_lines(record, width, facts), width, facts)
     if not records and height > 1:
-        lines[1] = line(f"  {safe(data.note) or 'no record yet'}", width, "dim")
+        why = "no record matches the filter" if data.records else safe(data.note) or "no record yet"
+        lines[1] = line(f"  {why}", width, "dim")
     return lines
 
 

@@ -6,9 +6,21 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
-from capd.top.text import fit, width_of
+from capd.top.text import cut_at, fit, width_of
 
-__all__ = ["Line", "Span", "beside", "flow", "line", "padded", "plain", "restyled", "rule", "wrapped"]
+__all__ = [
+    "Line",
+    "Span",
+    "beside",
+    "divided",
+    "flow",
+    "line",
+    "padded",
+    "plain",
+    "restyled",
+    "rule",
+    "wrapped",
+]
 
 
 class Span(NamedTuple):
@@ -46,6 +58,26 @@ def padded(shown: Line, width: int) -> Line:
     if left:
         found.append(Span(" " * left))
     return tuple(found)
+
+
+def divided(shown: Line, at: int) -> tuple[Line, Line]:
+    """Return what a line has before a column of the terminal, and what it has from there on."""
+    left: list[Span] = []
+    right: list[Span] = []
+    x = 0
+    for span in shown:
+        taken = width_of(span.text)
+        if x + taken <= at:
+            left.append(span)
+        elif x >= at:
+            right.append(span)
+        else:
+            # A character that takes two columns and lies across the cut is left out.
+            head, rest = cut_at(span.text, at - x)
+            left.append(Span(fit(head, at - x), span.style))
+            right.append(Span(fit(rest, taken - (at - x), right=True), span.style))
+        x += taken
+    return tuple(left), tuple(right)
 
 
 def restyled(shown: Line, style: str) -> Line:

@@ -44,22 +44,23 @@ def _behind_style(rank: RankState) -> str:
     return "yellow" if rank.behind else ""
 
 
-# At 40 columns: rank, state, step, rate and dropped.
+# At 40 columns: rank, step, rate, state and dropped. What changes each second is on the left, because Textual writes a
+# line from its beginning to the last change.
 RANK_COLUMNS: Sequence[TopColumn[RankState]] = (
     TopColumn("rank", 5, lambda rank: str(rank.rank), sort="rank"),
-    TopColumn("state", 6, lambda rank: rank.state, _state_style, right=False, sort="state"),
     TopColumn("step", 8, lambda rank: _number(rank.iteration), sort="step"),
-    TopColumn("behind", 7, lambda rank: _number(rank.behind or None), _behind_style, least=58),
     TopColumn("rec/s", 6, lambda rank: speed(rank.rate), sort="rate"),
-    TopColumn("in flight", 9, lambda rank: count(rank.in_flight), least=66, sort="in flight"),
-    TopColumn("arena", 6, _arena, least=74),
+    TopColumn("in flight", 10, lambda rank: count(rank.in_flight), least=73, sort="in flight"),
+    TopColumn("state", 6, lambda rank: rank.state, _state_style, right=False, sort="state"),
+    TopColumn("behind", 7, lambda rank: _number(rank.behind or None), _behind_style, least=62),
+    TopColumn("arena", 6, _arena, least=80),
     TopColumn(
         "dropped", 8, lambda rank: count(_lost(rank)) if rank.dropped else "0", _drop_style, sort="dropped"
     ),
-    TopColumn("main reason", 16, _reason, _drop_style, least=50, right=False),
+    TopColumn("main reason", 16, _reason, _drop_style, least=54, right=False),
     TopColumn("attempt", 7, lambda rank: str(rank.attempt), least=130),
     TopColumn("pid", 8, lambda rank: str(rank.pid), least=110),
-    TopColumn("host", 8, lambda rank: safe(rank.host), least=84, right=False, grows=True),
+    TopColumn("host", 8, lambda rank: safe(rank.host), least=89, right=False, grows=True),
 )
 
 _LAST = 1 << 62

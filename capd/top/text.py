@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from capd_client.process.text import human_nbytes, printable
 
-__all__ = ["amount", "count", "duration", "fit", "fit_name", "safe", "spark", "speed", "width_of"]
+__all__ = ["amount", "count", "cut_at", "duration", "fit", "fit_name", "safe", "spark", "speed", "width_of"]
 
 _MARKS = ("Mn", "Me")
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -52,6 +52,13 @@ def fit_name(text: str, width: int) -> str:
         return fit(text, width)
     tail = (width - 1) * 2 // 3
     return fit(f"{_head(text, width - 1 - tail)}…{_head(text[::-1], tail)[::-1]}", width)
+
+
+def cut_at(text: str, width: int) -> tuple[str, str]:
+    """Return what of a text lies before a column, and what lies after it. A character across it is in neither."""
+    head = _head(text, width)
+    rest = text[len(head) :]
+    return head, rest if width_of(head) == width else rest[1:]
 
 
 def _head(text: str, width: int) -> str:

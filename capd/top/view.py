@@ -72,6 +72,7 @@ class TopView:
         scroll: The first line of the overlay.
         areas: Where the lists are on the screen.
         head: The size of the screen and the most lines that its head took there.
+        middle: The column where the right part of the screen begins; 0 if there is none.
     """
 
     run_id: str | None = None
@@ -88,6 +89,7 @@ class TopView:
     cursors: dict[Focus, _Cursor] = field(default_factory=lambda: {"ranks": _Cursor(), "records": _Cursor()})
     areas: list[ListArea] = field(default_factory=list)
     head: tuple[int, int, int] = (0, 0, 0)
+    middle: int = 0
 
     # What is shown
 
