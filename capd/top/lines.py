@@ -117,6 +117,11 @@ def flow(items: Iterable[Line], width: int, most: int) -> list[Line]:
     return [padded(tuple(spans), width) for spans in found]
 
 
+def facts(texts: Sequence[str], width: int, style: str = "") -> list[Line]:
+    """Return short texts one after the other, in as many lines as they take."""
+    return flow([(Span(text, style),) for text in texts], width, len(texts))
+
+
 def rule(title: str, width: int, style: str = "dim") -> Line:
     """Return a title with a rule after it."""
     head = fit(title, min(width, width_of(title))) + " "

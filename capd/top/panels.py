@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from capd.drops import REMEDIES
 from capd.live.events import LiveEvent
 from capd.live.state import RankState, RunState, rank_state_word
-from capd.top.lines import Line, Span, line, padded, rule, wrapped
+from capd.top.lines import Line, Span, facts, line, padded, rule, wrapped
 from capd.top.text import amount, count, safe, spark, speed
 
 __all__ = ["HELP", "drop_lines", "event_lines", "help_lines", "rank_lines"]
@@ -84,14 +84,18 @@ def rank_lines(rank: RankState, rates: Sequence[float | None], width: int) -> li
     behind = "" if not rank.behind else f", {rank.behind:,} behind"
     lines = [
         rule(f"rank {rank.rank}", width),
-        line(f"{rank_state_word(rank)}, {step}{behind}", width),
-        line(f"host {safe(rank.host)}, pid {rank.pid}, attempt {rank.attempt}", width),
-        line(
-            f"offered {rank.offered:,}  committed {rank.committed:,}  in flight {rank.in_flight:,}  "
-            f"{speed(rank.rate)} records/s",
+        *facts([f"{rank_state_word(rank)}, {step}{behind}"], width),
+        *facts([f"host {safe(rank.host)}", f"pid {rank.pid}", f"attempt {rank.attempt}"], width),
+        *facts(
+            [
+                f"offered {rank.offered:,}",
+                f"committed {rank.committed:,}",
+                f"in flight {rank.in_flight:,}",
+                f"{speed(rank.rate)} records/s",
+            ],
             width,
         ),
-        line(f"arena {amount(rank.arena_used)} of {amount(rank.arena_bytes)} hold open captures", width),
+        *facts([f"arena {amount(rank.arena_bytes)}", f"{amount(rank.arena_used)} hold open captures"], width),
         padded((Span("60 s ", "dim"), Span(spark(rates[-max(10, width - 6) :]), "cyan")), width),
     ]
     for reason, number in sorted({**rank.dropped, **rank.left_out}.items(), key=lambda pair: -pair[1]):

@@ -11,8 +11,8 @@ from capd.live.bars import exponent_bars
 from capd.live.records import NewRecord
 from capd.store.format.dtypes import is_statistics
 from capd.top.columns import TopColumn
-from capd.top.lines import Line, line, rule
-from capd.top.text import amount, count, safe
+from capd.top.lines import Line, Span, facts, line, rule
+from capd.top.text import amount, count, fit_name, safe
 
 __all__ = ["RECORD_COLUMNS", "RECORD_ORDERS", "chosen_records", "record_name", "statistics_lines"]
 
@@ -90,14 +90,21 @@ def statistics_lines(record: NewRecord, width: int, height: int) -> list[Line]:
     )
     lines = [
         rule(record_name(record), width),
-        line(safe(f"{record.path}#{record.number}"), width, "dim"),
-        line(
-            f"step {moment.iteration:,}  micro-batch {moment.micro_batch}  call {moment.call}  "
-            f"attempt {moment.attempt}  at {when}{'  recomputed' if moment.recompute else ''}",
+        (Span(fit_name(safe(f"{record.path}#{record.number}"), width), "dim"),),
+        *facts(
+            [
+                f"step {moment.iteration:,}",
+                f"micro-batch {moment.micro_batch}",
+                f"call {moment.call}",
+                f"attempt {moment.attempt}",
+                f"at {when}",
+                *(["recomputed"] if moment.recompute else []),
+            ],
             width,
         ),
-        line(
-            f"{_shape(record)} {safe(record.dtype)} on {safe(record.device)}, {amount(record.nbytes)}", width
+        *facts(
+            [f"{_shape(record)} {safe(record.dtype)}", f"on {safe(record.device)}", amount(record.nbytes)],
+            width,
         ),
     ]
     stats = record.stats
@@ -105,11 +112,14 @@ def statistics_lines(record: NewRecord, width: int, height: int) -> list[Line]:
         why = "its elements are its statistics" if is_statistics(record.dtype) else "the daemon keeps none"
         return [*lines, line(f"no statistics: {why}", width, "dim")][: height if height >= 0 else None]
     bad = "bold red" if stats.nan or stats.inf else ""
-    lines += [
-        line(f"count {stats.count:,}  zero {stats.zero:,}  NaN {stats.nan:,}  Inf {stats.inf:,}", width, bad),
-        line(f"min {_number(stats.min)}  max {_number(stats.max)}  absmax {_number(stats.absmax)}", width),
-        line(f"mean {_number(stats.mean)}  std {_number(stats.std)}", width),
-    ]
+    lines += facts(
+        [f"count {stats.count:,}", f"zero {stats.zero:,}", f"NaN {stats.nan:,}", f"Inf {stats.inf:,}"],
+        width,
+        bad,
+    )
+    extremes = {"min": stats.min, "max": stats.max, "absmax": stats.absmax}
+    lines += facts([f"{name} {_number(value)}" for name, value in extremes.items()], width)
+    lines += facts([f"mean {_number(stats.mean)}", f"std {_number(stats.std)}"], width)
     room = 32 if height < 0 else height - len(lines)
     if room >= 3:
         # Zeros and values that are not finite have rows of their own.

@@ -294,7 +294,7 @@ def test_details_of_a_rank_go_on_with_its_newest_state() -> None:
     data, view = data_of(run_state(sessions=sessions), rank_rates=[1.0] * 60), TopView()
     press(view, data, "enter")
     text = shown(view, data)
-    for part in ("committed 5", "512.0 KiB of 1.0 MiB", "2 dropped: arena_full", "4 left out: sampled", "█"):
+    for part in ("committed 5", "arena 1.0 MiB  512.0 KiB hold open captures", "2 dropped: arena_full", "4 left out: sampled", "█"):
         assert part in text, part
     assert "committed 6" in shown(view, data_of(run_state(sessions=[session(0, committed=6)])))
 
