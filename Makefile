@@ -100,6 +100,7 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/first_seconds.py
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/scrapes.py
+	$(BIN)/python benchmarks/live/top.py
 	$(BIN)/python benchmarks/upload.py
 	$(BIN)/python benchmarks/live/lab.py
 	$(BIN)/python benchmarks/many_ranks.py

@@ -91,6 +91,7 @@ class NewestRecords:
         self._series: dict[int, SeriesRow] = {}
         self._seen: tuple[tuple[int, int, int], ...] = ()
         self._due = 0.0
+        self._live: Path | None = None
         self._records: list[NewRecord] = []
         self.problem = ""
         self.left_out = self.damaged = 0
@@ -130,31 +131,33 @@ class NewestRecords:
         return self._records
 
     def _catalog(self) -> Path:
-        live = live_catalog(self._directory)
+        if self._live is None:
+            self._live = live_catalog(self._directory)
         # On a network file system, another machine sees only the published snapshot.
-        return live if live.exists() else self._directory / CATALOG_NAME
+        return self._live if self._live.exists() else self._directory / CATALOG_NAME
 
     def _new_in(self, db: sqlite3.Connection) -> list[NewRecord]:
-        before = self._counts
-        counts = dict(db.execute("SELECT id, records FROM series"))
-        if not all(type(n) is int and n >= 0 for pair in counts.items() for n in pair):
+        is_first, before = self._counts is None, self._counts or {}
+        counts: dict[int, int] = dict(db.execute("SELECT id, records FROM series"))
+        if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
             raise ValueError("the catalog's counts are not valid")
-        grown = [(at, n) for at, n in counts.items() if n > (before or {}).get(at, 0)]
-        new = sum(n - (before or {}).get(at, 0) for at, n in grown)
+        held = before.get
+        grown = [(at, n) for at, n in counts.items() if n > held(at, 0)]
+        new = sum(n - held(at, 0) for at, n in grown)
         # Of a large model no list can show all. The series of the last layers come last.
         each = max(1, min(self._limit, _MAX_ROWS // max(1, min(len(grown), _MAX_SERIES))))
         found: list[NewRecord] = []
-        for at in [at for at in self._series if counts.get(at, 0) < (before or {}).get(at, 0)]:
+        for at in [at for at in self._series if counts.get(at, 0) < held(at, 0)]:
             # The series was removed, or made again by a repair.
             del self._series[at]
         for at, n in grown[-_MAX_SERIES:]:
             try:
-                found += self._rows(db, at, max((before or {}).get(at, 0), n - each), n)
+                found += self._rows(db, at, max(held(at, 0), n - each), n)
             except sqlite3.OperationalError:
                 raise
             except _DAMAGE:
                 self.damaged += 1
-        if before is not None:
+        if not is_first:
             self.left_out += max(0, new - len(found))
         self._counts = counts
         return found

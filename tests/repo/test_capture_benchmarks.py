@@ -44,6 +44,20 @@ def test_scrapes_beside_captured_steps_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
+def test_top_beside_ranks_is_measured_on_both_sizes(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/live/top.py", "--ranks", "2", "--seconds", "2", "--rounds", "1"]
+    command += ["--directory", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert [(row["columns"], row["rows"]) for row in found["rows"]] == [(80, 24), (200, 80)]
+    # Every figure changes each second.
+    assert all(row["nbytes_s"] > 0 for row in found["rows"])
+    assert "2 ranks on 200 × 80" in done.stdout
+
+
+@pytest.mark.fault
 def test_steps_beside_an_upload_are_measured_and_counted(tmp_path: Path, s3_server: S3Service) -> None:
     result = tmp_path / "result.json"
     command = [

@@ -16,8 +16,8 @@ import pytest
 from capd_client.protocol.counter_page import COUNTER_STEPS
 from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
+from tests.kit.live.tmux import Tmux
 from tests.kit.store.cli import run_capd
-from tests.kit.tmux import Tmux
 
 TOP = (sys.executable, "-m", "capd", "top", "--interval", "0.5")
 # Runs the command line where Textual cannot be imported.

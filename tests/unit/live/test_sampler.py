@@ -11,7 +11,7 @@ import pytest
 from capd.live.events import MAX_EVENTS
 from capd.live.sampler import Sampler
 from capd.live.state import MAX_RUNS, main_reason
-from tests.kit.live import Answers, run, session
+from tests.kit.live.answers import Answers, run, session
 
 
 @pytest.fixture

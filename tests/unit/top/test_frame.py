@@ -17,7 +17,7 @@ from capd.top.ranks import RANK_COLUMNS
 from capd.top.records import RECORD_COLUMNS
 from capd.top.text import width_of
 from capd.top.view import TopData, TopView
-from tests.kit.live import new_record, session
+from tests.kit.live.answers import new_record, session
 
 EVIL = "[bold red]x[/] \x1b[31m层[link=http://e]"
 
@@ -294,7 +294,13 @@ def test_details_of_a_rank_go_on_with_its_newest_state() -> None:
     data, view = data_of(run_state(sessions=sessions), rank_rates=[1.0] * 60), TopView()
     press(view, data, "enter")
     text = shown(view, data)
-    for part in ("committed 5", "arena 1.0 MiB  512.0 KiB hold open captures", "2 dropped: arena_full", "4 left out: sampled", "█"):
+    for part in (
+        "committed 5",
+        "arena 1.0 MiB  512.0 KiB hold open captures",
+        "2 dropped: arena_full",
+        "4 left out: sampled",
+        "█",
+    ):
         assert part in text, part
     assert "committed 6" in shown(view, data_of(run_state(sessions=[session(0, committed=6)])))
 

@@ -1,0 +1,1 @@
+"""Daemons and terminals for the tests of live views."""
