@@ -91,6 +91,14 @@ class Fed(Message):
         self.data = data
 
 
+class Failed(Message):
+    """Sampling ended with an error inside capd."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
 class TopApp(App[None]):
     """The screen of `capd top`.
 
@@ -121,7 +129,7 @@ class TopApp(App[None]):
         super().__init__(ansi_color=True)
         self.view = TopView(run_id=run)
         self.failure: Exception | None = None
-        self._feed = TopFeed(endpoint, run, interval_s, self._fed)
+        self._feed = TopFeed(endpoint, run, interval_s, self._fed, self._failed)
         # The newest sample, and the one that is shown: they differ while the screen is paused.
         self._newest = TopData()
         self._shown = TopData()
@@ -156,6 +164,10 @@ class TopApp(App[None]):
         if not self.view.paused:
             self._shown = message.data
             self.draw()
+
+    def on_failed(self, message: Failed) -> None:
+        """End with the error of the feed."""
+        self._handle_exception(message.error)
 
     def on_resize(self, _: events.Resize) -> None:
         """Draw for the new size."""
@@ -214,6 +226,10 @@ class TopApp(App[None]):
         # Called from the thread of the feed, which may outlive the screen for a moment.
         with contextlib.suppress(RuntimeError):
             self.post_message(Fed(data))
+
+    def _failed(self, error: Exception) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.post_message(Failed(error))
 
     def _handle_exception(self, error: Exception) -> None:
         if self.is_headless:

@@ -27,7 +27,12 @@ class TopFeed:
     """
 
     def __init__(
-        self, endpoint: Path, run_id: str | None, interval_s: float, show: Callable[[TopData], None]
+        self,
+        endpoint: Path,
+        run_id: str | None,
+        interval_s: float,
+        show: Callable[[TopData], None] = lambda _: None,
+        fail: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """Start nothing yet.
 
@@ -36,9 +41,10 @@ class TopFeed:
             run_id: The run that was asked for.
             interval_s: The seconds between two samples.
             show: Called with each sample, from the thread.
+            fail: Called with an error inside capd, from the thread, which ends then.
         """
         self._sampler = Sampler(endpoint)
-        self._interval_s, self._show = interval_s, show
+        self._interval_s, self._show, self._fail = interval_s, show, fail
         self.run_id, self.client = run_id, ""
         self._newest: NewestRecords | None = None
         self._clock, self._look_at = time.monotonic, 0.0
@@ -97,6 +103,9 @@ class TopFeed:
                 if not self._stopping.is_set():
                     self._show(data)
                 self._wake.wait(self._interval_s)
+        except Exception as error:
+            # The screen would stand still without a word.
+            self._fail(error)
         finally:
             self._sampler.close()
 

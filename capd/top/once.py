@@ -30,7 +30,7 @@ def one_frame(endpoint: Path, run: str | None, interval_s: float, width: int) ->
         NothingMatched: It has no such run.
     """
     view = TopView(run_id=run)
-    feed = TopFeed(endpoint, run, interval_s, lambda _: None)
+    feed = TopFeed(endpoint, run, interval_s)
     try:
         _checked(feed.take(), view)
         time.sleep(interval_s)

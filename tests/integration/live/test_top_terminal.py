@@ -33,6 +33,17 @@ main(sys.argv[1:])
 """
 
 
+# An error inside capd, in the thread that samples or where the screen is drawn.
+BROKEN = """
+from capd.cli.app import main
+import {module} as broken
+def fail(*_):
+    raise ZeroDivisionError("for the test")
+broken.{name} = fail
+main(["top"])
+"""
+
+
 class Job:
     """Ranks of one run, driven by the test."""
 
@@ -172,6 +183,25 @@ def test_without_textual_one_line_says_what_to_install(runtime_dir: Path) -> Non
     lines = [line for line in screen.splitlines() if line]
     assert lines == [
         'capd: capd top needs textual: pip install "capd[tui]"; `capd stats --watch` needs nothing', "EXIT 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("capd.live.sampler", "Sampler.sample"), ("capd.top.app", "frame")],
+    ids=["feed", "screen"],
+)
+def test_an_error_inside_capd_is_one_line_and_leaves_the_terminal_as_it_was(
+    runtime_dir: Path, module: str, name: str
+) -> None:
+    command = (sys.executable, "-c", BROKEN.format(module=module, name=name))
+    with Tmux(runtime_dir, command, columns=100, rows=20) as terminal:
+        screen = terminal.until(lambda shown: "EXIT" in shown, "the end")
+        assert not terminal.in_alternate_screen
+
+    lines = [line for line in screen.splitlines() if line]
+    assert lines == [
+        "capd: internal error: ZeroDivisionError: for the test (see `capd --debug …`)", "EXIT 1",
     ]  # fmt: skip
 
 
