@@ -218,6 +218,7 @@ class DaemonStats(_Model):
 
     Attributes:
         upload: Its uploads; null without any.
+        oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.
         alerts: Its rules and their alerts; null without rules.
         lab: Its lab; null without any.
         oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.

@@ -45,6 +45,7 @@ VERBS: dict[str, _Verb] = {
         "store.stats", "stats", "Show the counters: offered, committed, in flight, dropped, disk left."
     ),
     "top": _Verb("live.top", "top", "Watch a node in the terminal: ranks, drops, disk, newest records."),
+    "web": _Verb("live.web", "web", "Show runs in a browser, live and finished."),
     "alerts": _Verb("live.alerts", "alerts", "Print what rules said about a run; follow a live one."),
     "rules": _Verb("live.rules", "app", "Check the rules of [[trigger]]."),
     "ls": _Verb("store.ls", "ls", "List the series of a run, or count them by a field."),

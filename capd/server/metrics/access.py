@@ -165,8 +165,12 @@ def _resolve(host: str, port: int, address: str) -> tuple[socket.AddressFamily, 
     return family, (str(where[0]), port)
 
 
-def read_token(path: Path) -> bytes:
+def read_token(path: Path, option: str = "--metrics-token-file") -> bytes:
     """Return the token in a file: one line of 16 to 1024 visible ASCII characters.
+
+    Args:
+        path: The file.
+        option: The option that messages name as the remedy.
 
     Raises:
         ConfigError: Others can read the file, it belongs to somebody else, or its content is no token.
@@ -184,7 +188,7 @@ def read_token(path: Path) -> bytes:
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.getuid()):
             raise ConfigError(
                 f"the token file {path} is no file of uid {os.getuid()}; make one with "
-                f"`umask 077; openssl rand -hex 32 > FILE`, and name it in --metrics-token-file"
+                f"`umask 077; openssl rand -hex 32 > FILE`, and name it in {option}"
             )
         if found.st_mode & forbidden:
             raise ConfigError(

@@ -28,6 +28,7 @@ __all__ = [
     "read_attempts",
     "read_captures",
     "read_columns",
+    "read_every",
     "read_heads",
     "read_records",
     "read_series",
@@ -215,14 +216,23 @@ def read_records(
     Raises:
         sqlite3.DatabaseError: A row is not valid.
     """
-    return _rows(db, series, first, last, decode_row)
+    return _rows(db.execute(_SELECT_ROWS, (series, first, last)), series, decode_row)
+
+
+def read_every(db: sqlite3.Connection, series: int, step: int, most: int) -> Iterator[tuple[int, RecordRow]]:
+    """Yield the records of a series whose number is a multiple of `step`, `most` of them at most.
+
+    Raises:
+        sqlite3.DatabaseError: A row is not valid.
+    """
+    return _rows(db.execute(_SELECT_EVERY, (series, step, most)), series, decode_row)
 
 
 def read_heads(
     db: sqlite3.Connection, series: int, first: int, last: int
 ) -> Iterator[tuple[int, RecordHead]]:
     """Yield the first fields of the same records, for a fraction of the cost of their rows."""
-    return _rows(db, series, first, last, decode_head)
+    return _rows(db.execute(_SELECT_ROWS, (series, first, last)), series, decode_head)
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -250,12 +260,15 @@ def read_columns(db: sqlite3.Connection, series: int, first: int, last: int) -> 
         raise sqlite3.DatabaseError(f"the rows of series {series} cannot be read: {error}") from error
 
 
-def _rows(
-    db: sqlite3.Connection, series: int, first: int, last: int, decode: Callable[[bytes], H]
-) -> Iterator[tuple[int, H]]:
+_SELECT_EVERY = (
+    "SELECT record, attempt, body FROM records WHERE series=? AND record%?=0 ORDER BY record LIMIT ?"
+)
+
+
+def _rows(found: sqlite3.Cursor, series: int, decode: Callable[[bytes], H]) -> Iterator[tuple[int, H]]:
     number = before = -1
     try:
-        for number, attempt, body in db.execute(_SELECT_ROWS, (series, first, last)):
+        for number, attempt, body in found:
             row = decode(body)
             if type(number) is not int or number <= before:
                 raise msgspec.ValidationError("its number is not an integer, or is out of order")

@@ -57,10 +57,15 @@ H = TypeVar("H", RecordHead, RecordRow)
 
 
 class NodeView:
-    """A read-only view of one `.capd/node=…` directory. series: by path. before: an earlier view of the same node."""
+    """A read-only view of one `.capd/node=…` directory. series: by path. before: an earlier view of the same node.
 
-    def __init__(self, run: Path, directory: Path, before: NodeView | None = None) -> None:
-        self.run, self.directory = run, directory
+    only: The path of the one series that the view shows; None for all. A run may have 100,000.
+    """
+
+    def __init__(
+        self, run: Path, directory: Path, before: NodeView | None = None, only: str | None = None
+    ) -> None:
+        self.run, self.directory, self._only = run, directory, only
         self.name = directory.name.removeprefix("node=")
         self.spool: Spool = Spool(directory / "spool") if before is None else before.spool
         sizes = self.spool.sizes()
@@ -77,7 +82,8 @@ class NodeView:
         if grew:
             self._cut_to_prefix()
         for path, spooled in self.spooled.items():
-            self._extend(path, spooled)
+            if only in (None, path):
+                self._extend(path, spooled)
 
     def look_again(self) -> None:
         """Read the spool again. The records of this view stay the same."""
@@ -109,7 +115,7 @@ class NodeView:
             with self._opened() as database:
                 # All three reads see one snapshot.
                 database.execute("BEGIN")
-                self.series = {row.header.path: row for row in read_series(database)}
+                self.series = {row.header.path: row for row in read_series(database, self._only)}
                 self.sessions = read_sessions(database)
                 self._acked = {client: RangeSet(ranges) for client, ranges in read_acked(database).items()}
             held = regular_nbytes(self._catalog) // _MIN_ROW_NBYTES
@@ -118,6 +124,8 @@ class NodeView:
         except (*_DAMAGE, FileNotFoundError) as error:
             self.series, self.sessions, self._acked = {}, [], {}
             for found in survey(self.run, self.name, {}):
+                if self._only not in (None, found.header.path):
+                    continue
                 self._from_shards[found.header.path] = found.rows
                 self.series[found.header.path] = found.as_row()
             if self.series:
