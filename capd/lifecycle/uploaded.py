@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capd.errors import CapdError, ObjectStoreError
+from capd.store.alerts.file import alerts_path, whole_lines
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.layout import node_directory, nodes_of
@@ -18,6 +19,7 @@ from capd.store.segments.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
     Manifest,
+    alerts_change,
     decode_manifest,
     node_prefix,
 )
@@ -49,6 +51,8 @@ class Unsynced:
         what = f"{self.records:,} records ({human_nbytes(self.nbytes)})"
         if not self.to:
             return f"{what} of node {self.node} were never uploaded"
+        if self.why and not self.records:
+            return f"of node {self.node}, {self.why}"
         if self.why:
             return f"{what} of node {self.node} may be nowhere else: {self.why}"
         return f"{what} of node {self.node} are not at {self.to}"
@@ -98,7 +102,9 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
     is_sealed = not any((directory / "spool").glob("*"))
     same = (there, manifest.raw_bytes, manifest.stored_bytes) == (records, raw, stored)
     if manifest.is_complete and is_sealed and same:
-        return None
+        if not alerts_change(manifest.alerts, whole_lines(alerts_path(run, node))):
+            return None
+        return Unsynced(node, state.to, 0, 0, f"the newest alerts are not at {state.to}")
     missing, nbytes = max(0, records - there), max(0, raw - manifest.raw_bytes)
     why = "" if missing else f"the upload to {state.to} is not complete"
     return Unsynced(node, state.to, missing, nbytes, why)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capd.cli.stores import is_run, resolve_run
-from capd.errors import CapdError, EndpointError, NothingMatched
+from capd.errors import CapdError, EndpointError, NothingMatched, StoreError
 from capd.metrics import (
     NO_RANK,
     AlertStats,
@@ -22,6 +22,10 @@ from capd.metrics import (
 from capd.server.net.daemon_client import connect
 from capd.store.objects.address import Address, RunPlace, place_of
 
+if TYPE_CHECKING:
+    from capd.store.alerts.alert import Alert
+    from capd.store.read.store import Store
+
 __all__ = ["Counters", "Source"]
 
 
@@ -34,6 +38,8 @@ class Counters(RunCounters):
         why_full: The limit that refused a record as disk_full, "" if none did.
         upload: The uploads of the daemon; None without any, and without a daemon.
         alerts: The rules of the daemon; None without any, and without a daemon.
+        run_alerts: The alerts of the run; None from a daemon, and if they cannot be read.
+        last_alert: The text of the last of them; None without any.
         lab: The lab of the daemon; None without one, and without a daemon.
         compression_ratio: raw_bytes / stored_bytes.
     """
@@ -47,6 +53,8 @@ class Counters(RunCounters):
     max_disk: int | None = None
     upload: UploadStats | None = None
     alerts: AlertStats | None = None
+    run_alerts: int | None = None
+    last_alert: str | None = None
     lab: LabStats | None = None
 
 
@@ -156,6 +164,7 @@ def read_store(path: RunPlace) -> Counters:
     store = open_store(path)
     totals = store.totals()
     disk = None if isinstance(path, Address) else os.statvfs(path)
+    alerts = _alerts(store)
     return Counters(
         source="store",
         run_id=store.run_id,
@@ -163,8 +172,18 @@ def read_store(path: RunPlace) -> Counters:
         compression_ratio=_ratio(totals.raw_bytes, totals.stored_bytes),
         disk_free=None if disk is None else disk.f_bavail * disk.f_frsize,
         sessions=[_session(row) for row in store.sessions],
+        run_alerts=None if alerts is None else len(alerts),
+        last_alert=alerts[-1].text if alerts else None,
         **asdict(totals),
     )
+
+
+def _alerts(store: Store) -> list[Alert] | None:
+    """Return the alerts of a run; None if they cannot be read, which must not hide the counters."""
+    try:
+        return store.alerts
+    except (OSError, StoreError):
+        return None
 
 
 def _session(row: Any) -> SessionStats:

@@ -53,6 +53,8 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
         lines.append(f"upload      {_upload(counters.upload)}")
     if counters.alerts is not None:
         lines.append(f"alerts      {_alerts(counters.alerts)}")
+    if counters.source == "store" and counters.run_alerts != 0:
+        lines.append(f"alerts      {_stored_alerts(counters)}")
     if not counters.clean:
         lines.append(
             "unclean     rank and daemon were both killed; the last second of counting may be missing"
@@ -97,6 +99,12 @@ def _alerts(found: AlertStats) -> str:
         ),
     ]
     return printable(", ".join(parts) + last)
+
+
+def _stored_alerts(counters: Counters) -> str:
+    if counters.run_alerts is None:
+        return "they cannot be read; `capd verify` says why"
+    return printable(f"{human_count(counters.run_alerts, 'alert')}; the last: {counters.last_alert}")
 
 
 def _lab(counters: Counters) -> str:

@@ -23,8 +23,8 @@ from capd.store.format.codecs import crc32c
 from capd.store.format.frames import FORMAT_VERSION
 
 __all__ = [
-    "MANIFEST_FORMAT", "MANIFEST_NAME", "MAX_MANIFEST_NBYTES", "Manifest", "Segment", "decode_manifest",
-    "encode_manifest", "generation_of", "is_segment", "node_prefix", "segment_name",
+    "MANIFEST_FORMAT", "MANIFEST_NAME", "MAX_MANIFEST_NBYTES", "Manifest", "Segment", "alerts_change",
+    "decode_manifest", "encode_manifest", "generation_of", "is_segment", "node_prefix", "segment_name",
 ]  # fmt: skip
 
 MANIFEST_FORMAT = 1
@@ -165,3 +165,9 @@ def decode_manifest(payload: bytes, place: object) -> Manifest:
             f"{place}: the run has format {written}, but this capd reads up to {FORMAT_VERSION}; upgrade capd"
         )
     return found
+
+
+def alerts_change(last: Segment | None, payload: bytes) -> bool:
+    """Return whether a node's alerts are other ones than those of a segment."""
+    held = None if last is None else (last.nbytes, last.crc32c)
+    return bool(payload) and held != (len(payload), crc32c(payload))

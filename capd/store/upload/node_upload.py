@@ -28,14 +28,14 @@ from capd.store.documents.remote_state import RemoteState, read_remote_state
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
-from capd.store.segments.manifest import node_prefix
+from capd.store.segments.manifest import alerts_change, node_prefix
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.checking import damage_in
 from capd.store.upload.claim import UploadClaim
 from capd.store.upload.local_files import KnownFiles
 from capd.store.upload.moving import UploadedPart
 from capd.store.upload.plan import PlannedDocument, PlannedSeries, group_documents_of, shard_key
-from capd.store.upload.publish import Publication, alerts_change, publish
+from capd.store.upload.publish import Publication, publish
 from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote, take_place
 from capd.store.upload.record_segments import WrittenRecords, plan_segments, scratch_file, write_records
 from capd.store.upload.round_plan import RoundPlan, plan_round, waiting_in

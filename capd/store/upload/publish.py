@@ -20,6 +20,7 @@ from capd.store.segments.manifest import (
     MAX_MANIFEST_NBYTES,
     Manifest,
     Segment,
+    alerts_change,
     decode_manifest,
     encode_manifest,
     node_prefix,
@@ -33,7 +34,7 @@ from capd.store.upload.record_segments import WrittenRecords
 from capd.store.upload.sending.conditions import Conditions
 from capd.store.upload.sending.transfer import Transfer
 
-__all__ = ["Publication", "alerts_change", "publish"]
+__all__ = ["Publication", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +118,6 @@ def _put_alerts(
     alerts = Segment(segment_name("alerts", what.generation), len(what.alerts), crc32c(what.alerts), lines)
     _put_segment(alerts, what.alerts, what.node, bucket, conditions, transfer)
     return alerts
-
-
-def alerts_change(last: Segment | None, payload: bytes) -> bool:
-    """Return whether a node's alerts are other ones than those of a segment."""
-    held = None if last is None else (last.nbytes, last.crc32c)
-    return bool(payload) and held != (len(payload), crc32c(payload))
 
 
 def _put_segment(

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from capd.store.alerts.file import alerts_path
 from capd.store.disk.layout import node_directory
 from capd.store.objects.address import Address
 from capd.store.upload.moving import ShardMover
 from capd.store.upload.node_upload import NodeUpload
 from capd.store.upload.sending.transfer import UploadTools
+from tests.kit.store.alerting import alert, give_alerts
 from tests.kit.store.cli import Result
 from tests.kit.store.moving import AT_ONCE, address_of, put_steps, written
 from tests.kit.store.removing import age
@@ -79,6 +81,22 @@ def test_a_run_with_more_than_its_object_store_is_refused(run: Writer, capd: Cap
     assert "9 records (" in done.err
     assert "they are lost when the trash is freed" in done.err
     assert not run.run.exists()
+
+
+def test_alerts_that_came_after_the_upload_keep_the_run(run: Writer, capd: Capd, remote: Address) -> None:
+    """They are a part of it. A run whose file of alerts is lost has all that the object store has."""
+    policy = ("prune", run.run.parent, "--keep-within", "1s", "--only-uploaded", "--json")
+    give_alerts(run.run, "n0", alert(1))
+    done = capd("rm", run.run, "--yes")
+    assert done.code == 1
+    assert "of node n0, the newest alerts are not at file://" in done.err
+    shutil.copytree(run.run, run.run.with_name("newer.zarr"))
+    age(run.run, 20)
+    reasons = {one["run"]: one["reason"] for one in capd(*policy).json["runs"]}
+    assert reasons["run"] == "not uploaded"
+    upload(run.run, remote)
+    alerts_path(run.run, "n0").unlink()
+    assert capd("rm", run.run, "--yes").code == 0
 
 
 def test_one_run_that_is_not_uploaded_keeps_all(run: Writer, capd: Capd, tmp_path: Path) -> None:

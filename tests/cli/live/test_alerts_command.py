@@ -44,6 +44,18 @@ def written(root: Path, *alerts: Alert) -> Path:
     return run
 
 
+def test_stats_of_a_store_count_the_alerts_of_the_run(tmp_path: Path) -> None:
+    run = written(tmp_path, *ALERTS)
+    found = run_capd("stats", str(run), "--json").json
+    assert (found["run_alerts"], found["last_alert"], found["alerts"]) == (3, "a text", None)
+    assert "alerts      3 alerts; the last: a text" in run_capd("stats", str(run)).out
+    alerts_path(run, "node0").unlink()
+    assert "alerts  " not in run_capd("stats", str(run)).out
+    alerts_path(run, "node0").symlink_to(run / "zarr.json")
+    assert run_capd("stats", str(run), "--json").json["run_alerts"] is None
+    assert "alerts      they cannot be read" in run_capd("stats", str(run)).out
+
+
 def test_a_table_names_each_alert_and_keeps_the_terminal_safe(tmp_path: Path) -> None:
     run = written(tmp_path, *ALERTS)
     shown = run_capd("alerts", str(run))
