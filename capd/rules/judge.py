@@ -19,6 +19,7 @@ from capd.rules.schema import BaselineSettings, TriggerSettings
 from capd.rules.subjects import Subjects
 from capd.rules.watched_series import WatchedSeries
 from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
+from capd_client.protocol.key import Moment
 
 __all__ = ["MAX_LISTED", "Firing", "Judge"]
 
@@ -34,10 +35,11 @@ _MOST_SERIES = 65_536
 _MOST_RANKS = 65_536
 # The series of one firing that are told apart.
 _MOST_FIRED = 65_536
-# The iterations of a rank with values outside of limits that baselines know of.
-_UNCLEAN = 64
+# The iterations of a rank that are known to have values outside of limits, and those with alerts.
+_UNCLEAN = _FIRED = 64
 
 Place = tuple[str, int]
+FiringMoment = tuple[str, int, int, int]
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -75,20 +77,24 @@ class Firing:
 
 @dataclass(slots=True)
 class _RankState:
-    """What one rule knows of one rank. last: attempt and iteration of its last alert."""
+    """What one rule knows of one rank. fired and unclean: pairs of attempt and iteration."""
 
-    last: tuple[int, int] | None = None
     is_outside: bool = False
-    unclean: deque[int] = field(default_factory=lambda: deque(maxlen=_UNCLEAN))
+    fired: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_FIRED))
+    unclean: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_UNCLEAN))
 
     def is_quiet(self, attempt: int, iteration: int, cooldown: int) -> bool:
-        """Return whether the cooldown lasts. A record may come late, and a job may go back some iterations."""
-        if self.last is None or self.last[0] != attempt:
-            return False
-        return abs(iteration - self.last[1]) < max(1, cooldown)
+        """Return whether the cooldown lasts, or the iteration has its alert. Records may come late.
 
-    def is_clean(self, iteration: int) -> bool:
-        return iteration not in self.unclean
+        A job may go back by itself: its last alert alone says what is quiet, but an iteration never fires again.
+        """
+        if (attempt, iteration) in self.fired:
+            return True
+        last = self.fired[-1] if self.fired else None
+        return last is not None and last[0] == attempt and abs(iteration - last[1]) < cooldown
+
+    def is_clean(self, attempt: int, iteration: int) -> bool:
+        return (attempt, iteration) not in self.unclean
 
 
 class _Rule:
@@ -97,6 +103,7 @@ class _Rule:
     def __init__(self, settings: TriggerSettings, rules: int) -> None:
         self.settings = settings
         self.metric: RuleMetric = settings.check()
+        self.cooldown = settings.quiet_iterations
         self.subjects = Subjects(settings, self.metric)
         self.baseline: BaselineSettings | None = None
         if settings.factor_above is not None:
@@ -107,7 +114,8 @@ class _Rule:
         self.room = min(_MOST_STATES, room)
         self.series: OrderedDict[tuple[str, str], WatchedSeries] = OrderedDict()
         self.ranks: OrderedDict[Place, _RankState] = OrderedDict()
-        self.open: dict[Place, Firing] = {}
+        # By run, rank, attempt and iteration. A record that comes late still finds the firing of its iteration.
+        self.open: dict[FiringMoment, Firing] = {}
         # Run → the times of the alerts of the last 24 hours.
         self.days: OrderedDict[str, deque[int]] = OrderedDict()
 
@@ -127,7 +135,6 @@ class Judge:
         self._looking: OrderedDict[tuple[str, str], tuple[_Rule, ...]] = OrderedDict()
         self.forgotten = 0
         self.suppressed = 0
-        self._ready: list[Firing] = []
 
     def restore(self, run_id: str, fired: Iterable[tuple[str, int, int, int, int]]) -> None:
         """Continue the cooldowns and day limits of earlier daemons.
@@ -139,16 +146,19 @@ class Judge:
         rules = {rule.settings.name: rule for rule in self._rules}
         for name, rank, attempt, iteration, time_ns in fired:
             if (rule := rules.get(name)) is not None:
-                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].last = attempt, iteration
+                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].fired.append(
+                    (attempt, iteration)
+                )
                 self._day(rule, run_id).append(time_ns)
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was removed. A new one may have its name."""
         for rule in self._rules:
             rule.days.pop(run_id, None)
-            for ranks in (rule.ranks, rule.open):
-                for place in [place for place in ranks if place[0] == run_id]:
-                    ranks.pop(place)
+            for place in [place for place in rule.ranks if place[0] == run_id]:
+                del rule.ranks[place]
+            for moment in [moment for moment in rule.open if moment[0] == run_id]:
+                del rule.open[moment]
             for path in [path for path in rule.series if path[0] == run_id]:
                 del rule.series[path]
 
@@ -185,14 +195,15 @@ class Judge:
         if state is None or state.baseline is None:
             limit = _passed(rule.settings, rule.metric, value)
         else:
-            limit = self._above_baseline(rule, state, (run_id, rank), moment.iteration, value)
+            limit = self._above_baseline(rule, state, (run_id, rank), moment, value)
         if state is not None:
             state.in_a_row = 0 if limit is None else state.in_a_row + 1
         if limit is None:
             return
         known = _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0]
-        if not known.unclean or known.unclean[-1] != moment.iteration:
-            known.unclean.append(moment.iteration)
+        now = moment.attempt, moment.iteration
+        if not known.unclean or known.unclean[-1] != now:
+            known.unclean.append(now)
         if state is not None and state.in_a_row < rule.settings.for_:
             return
         found = Firing(
@@ -221,7 +232,7 @@ class Judge:
 
     @staticmethod
     def _above_baseline(
-        rule: _Rule, state: WatchedSeries, place: Place, iteration: int, value: float
+        rule: _Rule, state: WatchedSeries, place: Place, moment: Moment, value: float
     ) -> float | None:
         settings, wanted, baseline = rule.settings, rule.baseline, state.baseline
         # The caller has a baseline.
@@ -232,13 +243,13 @@ class Judge:
         if not math.isfinite(value):
             # It is above any limit, and never enters the baseline.
             return math.inf
-        baseline.settle(iteration, known.is_clean)
+        baseline.settle(moment.iteration, partial(known.is_clean, moment.attempt))
         middle = baseline.median()
         limit = None
         if middle is not None and len(baseline) >= wanted.min:
             # For a positive median this is the factor times it.
             limit = middle + max((settings.factor_above - 1) * abs(middle), wanted.min_delta)
-        baseline.take(iteration, value)
+        baseline.take(moment.iteration, value)
         return limit if limit is not None and value > limit else None
 
     def rank(
@@ -269,15 +280,13 @@ class Judge:
                 )
 
     def _fire(self, rule: _Rule, known: _RankState, found: Firing, time_ns: int) -> None:
-        place = found.run_id, found.rank
-        held = rule.open.get(place)
+        moment = found.run_id, found.rank, found.attempt, found.iteration
+        held = rule.open.get(moment)
         if held is not None:
-            if (held.attempt, held.iteration) == (found.attempt, found.iteration):
-                if len(held.paths) < _MOST_FIRED:
-                    held.paths |= found.paths
-                return
-            self._ready.append(rule.open.pop(place))
-        if known.is_quiet(found.attempt, found.iteration, rule.settings.cooldown):
+            if len(held.paths) < _MOST_FIRED:
+                held.paths |= found.paths
+            return
+        if known.is_quiet(found.attempt, found.iteration, rule.cooldown):
             self.suppressed += 1
             return
         day = self._day(rule, found.run_id)
@@ -288,8 +297,8 @@ class Judge:
             return
         day.append(time_ns)
         found.is_last = len(day) == rule.settings.max_per_day
-        known.last = found.attempt, found.iteration
-        rule.open[place] = found
+        known.fired.append((found.attempt, found.iteration))
+        rule.open[moment] = found
 
     @staticmethod
     def _day(rule: _Rule, run_id: str) -> deque[int]:
@@ -297,12 +306,12 @@ class Judge:
         return _kept(rule.days, run_id, lambda: deque(maxlen=limit), _MOST_RANKS)[0]
 
     def ready(self, now_s: float, *, all_of_them: bool = False) -> list[Firing]:
-        """Return the firings to report now: those that waited HOLD_S, or whose rank is further on."""
-        found, self._ready = self._ready, []
+        """Return the firings to report now: those that waited HOLD_S."""
+        found = []
         for rule in self._rules:
-            for place, held in list(rule.open.items()):
+            for moment, held in list(rule.open.items()):
                 if all_of_them or now_s - held.opened_s >= HOLD_S:
-                    found.append(rule.open.pop(place))
+                    found.append(rule.open.pop(moment))
         return found
 
 

@@ -20,6 +20,7 @@ _MAX_NAME_CHARS = 64
 _MAX_WORDS = 64
 _MAX_WORD_CHARS = 4096
 _MAX_GLOB_CHARS = 1024
+_COOLDOWN = 100
 _PHASES = ("pre", "post")
 _SELECTORS = (
     "include", "exclude", "layers", "components", "tensors", "operations", "steps", "micro_batches", "ranks",
@@ -62,7 +63,8 @@ class TriggerSettings(
         factor_above: A value above the baseline by this factor fires.
         series: Globs of the paths of series, as `capd ls` prints them.
         for_: The records in a row of one series that must be outside.
-        cooldown: The iterations after an alert in which the rule is quiet for this rank.
+        cooldown: The iterations after an alert in which the rule is quiet for this rank. None: 100, but 0 for metrics
+            of ranks, because a rank that hangs begins no iteration.
         max_per_day: The most alerts of the rule in 24 hours of one run.
         severity: "info", "warning" or "critical".
         action: "warn", or "keep" for the flight recorder.
@@ -87,7 +89,7 @@ class TriggerSettings(
     micro_batches: RangeText | None = None
     ranks: RangeText | None = None
     for_: _Some = 1
-    cooldown: _Count = 100
+    cooldown: _Count | None = None
     max_per_day: _Some = 100
     severity: Literal["info", "warning", "critical"] = "warning"
     action: Literal["warn", "keep"] = "warn"
@@ -97,6 +99,13 @@ class TriggerSettings(
     def selection(self) -> RuleSettings:
         """The selectors as those of a `[[rule]]`."""
         return RuleSettings(**{name: getattr(self, name) for name in _SELECTORS})
+
+    @property
+    def quiet_iterations(self) -> int:
+        """The cooldown in effect."""
+        if self.cooldown is not None:
+            return self.cooldown
+        return 0 if parse_metric(self.metric).of == "rank" else _COOLDOWN
 
     def check(self) -> RuleMetric:
         """Check the values, each alone and together, and return the metric.
@@ -129,8 +138,8 @@ class TriggerSettings(
     def _check_limits(self, metric: RuleMetric) -> None:
         for name in ("above", "below", "factor_above"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"{name}: a finite number, not {value}")
+            if value is not None and not _is_finite(value):
+                raise ConfigError(f"{name}: a finite number, not {str(value)[:80]}")
         above, below = self.above, self.below
         if self.factor_above is not None:
             self._check_factor(metric)
@@ -149,6 +158,8 @@ class TriggerSettings(
             )
         if below is not None and below <= metric.low:
             raise ConfigError(f"below: {metric.text} is never below {metric.low:g}, so {below:g} never fires")
+        if below is not None and below > metric.high:
+            raise ConfigError(f"below: {metric.text} is always below {below:g}; it ends at {metric.high:g}")
         if above is not None and above < metric.low:
             raise ConfigError(f"above: {metric.text} is always above {above:g}; it begins at {metric.low:g}")
 
@@ -163,8 +174,8 @@ class TriggerSettings(
         found = self.baseline or BaselineSettings()
         if found.min > found.iterations:
             raise ConfigError(f"baseline: min = {found.min} is more than iterations = {found.iterations}")
-        if not (math.isfinite(found.min_delta) and found.min_delta >= 0):
-            raise ConfigError(f"baseline: min_delta: a number from 0, not {found.min_delta}")
+        if not (_is_finite(found.min_delta) and found.min_delta >= 0):
+            raise ConfigError(f"baseline: min_delta: a number from 0, not {str(found.min_delta)[:80]}")
 
     def _check_command(self) -> None:
         if self.command is None:
@@ -176,6 +187,14 @@ class TriggerSettings(
             )
         if any(len(word) > _MAX_WORD_CHARS or "\0" in word for word in words):
             raise ConfigError(f"command: an argument has at most {_MAX_WORD_CHARS} characters, and no NUL")
+
+
+def _is_finite(value: Number) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # TOML has whole numbers of any size.
+        return False
 
 
 def _check_globs(globs: Sequence[str]) -> None:

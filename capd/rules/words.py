@@ -43,7 +43,7 @@ def rule_text(rule: TriggerSettings) -> str:
     keep = ", and keeps the window" if rule.action == "keep" else ""
     return (
         f"{rule.name}: {rule.severity} if {condition_text(rule)} in {where}{which}{row}; then quiet for "
-        f"{rule.cooldown} iterations, at most {rule.max_per_day} a day{command}{keep}. "
+        f"{rule.quiet_iterations} iterations, at most {rule.max_per_day} a day{command}{keep}. "
         f"{rule.metric} is {metric.words}."
     )
 

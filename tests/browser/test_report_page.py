@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import capd
 from capd.analyze.format_choice import DEFAULT_CHOICES
 from capd.formats import qdq
 from capd.io.items import Item, Loaded
@@ -25,6 +26,7 @@ from capd.report.series import MOST_SERIES, SeriesSummaries
 from capd.store.format.statistics import public, summarise
 from capd_client.protocol.key import Moment
 from tests.browser.conftest import Opened
+from tests.kit.store.alerting import alert, give_alerts
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
 from tests.kit.store.scalars import write_scalars
 from tests.kit.tiers import rows
@@ -65,6 +67,13 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Values]:
         )
         writer.put("run", key, bits, "bfloat16", Moment(iteration=iteration, sample_idx=iteration, time_ns=1))
     writer.close()
+    path = capd.open(root / "run.zarr").series[0].path
+    give_alerts(
+        root / "run.zarr",
+        "node0",
+        alert(1, rule=HOSTILE, series=path, text=RTL),
+        alert(2, rule=LONG, series="", severity="critical", text=QUOTES),
+    )
     return root / "run.zarr", values
 
 
@@ -114,6 +123,19 @@ def test_names_of_the_store_are_text_and_nothing_else(opened: Open, page: Path) 
     shown.go("errors")
     names = shown.page.locator("main .heat >> nth=0").locator("thead bdi").all_text_contents()
     assert sorted(names) == sorted(TENSORS)
+
+
+def test_the_alerts_of_the_run_are_a_table_in_the_language_that_is_chosen(opened: Open, page: Path) -> None:
+    shown = opened(page)
+    shown.go("overview")
+    rows = shown.page.locator("section:has(h2:text-is('Alerts')) tbody tr")
+    assert [row.split("\t")[1] for row in rows.all_inner_texts()] == ["warning", "critical"]
+    assert HOSTILE in rows.first.inner_text()
+    assert shown.page.locator("main img").count() == 0
+    shown.choose("language", "中文")
+    assert "严重" in shown.page.locator("section:has(h2:text-is('警报')) tbody tr").last.inner_text()
+    shown.page.locator("section:has(h2:text-is('警报')) a").first.click()
+    assert "#tensor/" in shown.page.url
 
 
 @pytest.mark.slow

@@ -388,4 +388,15 @@ export const CHINESE = {
   "Magnitudes of its values, record by record": "逐条记录的幅值",
   "No such tensor": "没有这个 tensor",
   "This report has no page of that number; look among Tensors.": "本报告没有这个编号的页面；请在 Tensor 页中查找。",
+  // alerts
+  "Alerts": "警报",
+  "time": "时间",
+  "severity": "级别",
+  "rule": "规则",
+  "what": "内容",
+  "info": "提示",
+  "warning": "警告",
+  "critical": "严重",
+  "What the rules of [[trigger]] in capd.toml said while the runs were captured, whatever the report selects.": "capd.toml 中 [[trigger]] 的规则在采集这些 run 期间给出的警报，不受报告所选范围影响。",
+  "Overview: the first {1} of {0} alerts are listed.": "概览：共 {0} 条警报，列出前 {1} 条。",
 };

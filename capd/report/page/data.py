@@ -13,6 +13,7 @@ from capd.phrase import plain_phrase
 from capd.report.document import grouped
 from capd.report.gather import BY_ITERATION, BY_RANK, GatheredRecords
 from capd.report.names import sample_phrase
+from capd.report.page.alerts_data import alerts_data
 from capd.report.page.format_data import grids_data, hif8_data
 from capd.report.page.group_data import (
     Notes,
@@ -81,6 +82,7 @@ def page_data(
         "channels": channels_data(groups, notes),
         "iterations": iterations_data(groups, notes),
         "scalars": scalars_data(plain, notes),
+        "alerts": alerts_data(plain, notes),
         "hifp8": hif8_data(groups),
         "hifp8_groups": hif8_groups(plain),
         "overflow": rounded(plain["overflow"]),

@@ -139,7 +139,7 @@ class RuleWatch(threading.Thread):
 
     def _safely(self, *, is_last: bool) -> None:
         try:
-            self._records(is_last=is_last)
+            self._records()
             self._ranks()
             self._report(self._judge.ready(time.monotonic(), all_of_them=is_last))
         except Exception:
@@ -148,7 +148,7 @@ class RuleWatch(threading.Thread):
                 logger.exception("[trigger] failed; further failures of this kind are not logged")
             self._has_failed = True
 
-    def _records(self, *, is_last: bool) -> None:
+    def _records(self) -> None:
         began = time.monotonic()
         while (found := self.feed.take()) is not None:
             run_id, records = found
@@ -158,9 +158,10 @@ class RuleWatch(threading.Thread):
                 self._judge.record(run_id, header, row, now, now_ns)
                 if time.monotonic() - began < _WORK_S:
                     continue
-                if not is_last:
-                    # Other threads of the interpreter have their turn.
-                    time.sleep(_REST * (time.monotonic() - began))
+                # Other threads of the interpreter have their turn. Only a stop has no time for it.
+                self._stopping.wait(_REST * (time.monotonic() - began))
+                # A flood of records must not hide a rank that is silent.
+                self._ranks()
                 self._report(self._judge.ready(time.monotonic()))
                 began = now = time.monotonic()
 
@@ -188,6 +189,8 @@ class RuleWatch(threading.Thread):
         self._runs[run_id] = found
         if len(self._runs) > _MOST_RUNS:
             gone, _ = self._runs.popitem(last=False)
+            # What its file tells of is continued when it comes again.
+            self._judge.forget(gone)
             for rule in self._rules:
                 self._counts.pop((gone, rule.name), None)
         return found

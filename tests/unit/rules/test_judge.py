@@ -77,12 +77,40 @@ def test_a_firing_lists_all_series_of_its_iteration_and_waits_for_them() -> None
     assert (other.rank, list(other.paths)) == (1, ["rank1/input"])
 
 
-def test_a_later_iteration_ends_the_wait() -> None:
+def test_series_that_come_after_the_next_iteration_are_of_their_own_alert() -> None:
     bench = Bench(NAN)
-    bench.record(1, math.nan)
-    bench.record(2, math.nan)
-    assert [one.iteration for one in bench.judge.ready(0.0)] == [1]
-    assert bench.at() == [2]
+    for iteration, name in ((1, "a"), (2, "a"), (1, "b"), (2, "b")):
+        bench.record(iteration, math.nan, name=name)
+    found = bench.fired()
+    assert [(one.iteration, list(one.paths)) for one in found] == [
+        (1, ["rank0/a", "rank0/b"]), (2, ["rank0/a", "rank0/b"]),
+    ]  # fmt: skip
+    # Both have their alert, whatever still comes.
+    bench.record(1, math.nan, name="c")
+    bench.record(2, math.nan, name="c")
+    assert bench.at() == []
+
+
+def test_a_cooldown_that_is_not_given_leaves_no_rank_silent_for_ever() -> None:
+    """A rank that hangs begins no iteration: 100 of them would never be over."""
+    bench = Bench({"metric": "silent", "above": 60}, {"name": "nan", "metric": "nan", "above": 0})
+    for iteration, silent in ((10, 61.0), (11, 0.0), (50, 61.0), (50, 99.0)):
+        bench.judge.rank(("run", 0, 0, iteration), "silent", silent, 0.0, bench.time_ns)
+        bench.record(iteration, math.nan)
+    assert sorted((one.rule.name, one.iteration) for one in bench.fired()) == [
+        ("mine", 10), ("mine", 50), ("nan", 10),
+    ]  # fmt: skip
+
+
+def test_an_iteration_is_unclean_for_its_attempt_alone() -> None:
+    baseline = {"iterations": 5, "min": 2, "min_delta": 0}
+    bench = Bench({"metric": "absmax", "factor_above": 2, "baseline": baseline, "cooldown": 0})
+    for attempt in (0, 1):
+        for iteration, value in enumerate((1.0, 1.0, 1.0, 9.0 if attempt == 0 else 1.0, 1.0)):
+            bench.record(iteration, value, attempt=attempt)
+    state = bench.judge._rules[0].series["run", "rank0/input"].baseline
+    assert state is not None
+    assert len(state) == 4
 
 
 def test_the_cooldown_counts_iterations_and_a_restarted_job_fires_again() -> None:

@@ -122,3 +122,23 @@ def test_the_ranges_are_those_of_the_formats() -> None:
     assert {name: (found.largest, 2.0**found.smallest_exponent) for name, found in FORMAT_RANGES.items()} == {
         name: (grid.largest, grid.smallest) for name, grid in grids().items()
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"metric": "zeros", "above": None, "below": 1.5}, "is always below 1.5; it ends at 1"),
+        ({"above": 10**400}, "above: a finite number, not 1000"),
+        ({"above": None, "factor_above": 10**400}, "factor_above: a finite number"),
+        (
+            {"metric": "rms", "above": None, "factor_above": 2, "baseline": {"min_delta": 10**400}},
+            "min_delta: a number from 0",
+        ),
+    ],
+)
+def test_limits_that_always_hold_or_are_no_number_of_a_computer_are_refused(
+    changes: dict[str, object], says: str
+) -> None:
+    table = {"name": "x", "metric": "nan", "above": 0, **changes}
+    [problem] = trigger_problems([{name: value for name, value in table.items() if value is not None}])
+    assert says in problem

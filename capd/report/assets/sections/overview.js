@@ -1,5 +1,6 @@
 // What the report is of: counters, quant types, who has how many records, and what was left out.
 
+import { alerts } from "./alerts.js";
 import { chosen, distinct, options } from "../controls.js";
 import { el, named, nothing, phrase, section } from "../dom.js";
 import { metricText } from "./errors.js";
@@ -15,6 +16,7 @@ const NOTES = {
   records: word("Tensors: at most {1} records of each series are drawn, evenly chosen."),
   iterations: word("Iterations: at most {1} of each tensor are drawn, evenly chosen."),
   scalars: word("Iterations: the first {1} of {0} scalars are drawn."),
+  alerts: word("Overview: the first {1} of {0} alerts are listed."),
   points: word("Iterations: scalars of more than {1} iterations are drawn as means, minima and maxima of equal parts."),
   channels: word("Outliers: of {0} groups, the {1} with the largest share of outliers are shown."),
   boxes: word("Layers: of {0} pairs of a tensor and a layer, the first {1} are shown."),
@@ -78,6 +80,7 @@ export function overview(data) {
   return [
     section(say("Overview"), null, tiles(data),
       el("dl", { class: "facts" }, el("div", {}, el("dt", {}, say("of")), el("dd", {}, data.sources.map((one) => el("div", {}, named(one))))), about.map(([text, value]) => el("div", {}, el("dt", {}, text), el("dd", {}, value))))),
+    alerts(data),
     section(say("Quant types"), say("std is √(Σ(x − mean)² / N) over finite values."), types(data)),
     section(say("Emulation"), say("What the records of each quant type say was active when they were captured."), emulations(data)),
     section(say("Ledger"), say("Every record that a rank offered ends in one of these; nothing disappears unsaid."), ledger(data)),

@@ -16,6 +16,7 @@ from capd.errors import ConfigError
 from capd.rules.schema import parse_triggers
 from capd.server.rules.commands import MAX_WAITING as MAX_COMMANDS
 from capd.server.rules.commands import AlertCommands
+from capd.server.rules.rank_looks import RankLook
 from capd.server.rules.record_feed import MAX_WAITING, RecordFeed
 from capd.server.rules.watch import RuleWatch
 from capd.store.alerts.file import alerts_of_run, alerts_path
@@ -149,3 +150,43 @@ def test_a_command_gets_few_variables_and_its_failure_is_counted(tmp_path: Path)
     assert told == "a line\n"
     assert environment.keys() - {"LC_CTYPE"} == {"PATH"}
     assert (commands.failed, commands.left_out) == (2, 0)
+
+
+def test_a_flood_of_records_hides_no_silent_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are looked at while records still come."""
+    silent = {"name": "silent", "metric": "silent", "above": 60}
+    watch = RuleWatch(parse_triggers([NAN, silent]), root, "n", durable=False, statistics=True)
+
+    class Looks:
+        def look(self) -> Iterator[RankLook]:
+            yield RankLook("run", 3, 0, 7, 61.0, 0)
+
+    left = [2000]
+
+    def endless() -> tuple[str, list[tuple[SeriesHeader, RecordRow]]] | None:
+        left[0] -= 1
+        if any(one.rule == "silent" for one in alerts_of_run(root / "run.zarr")) or not left[0]:
+            return None
+        return "run", [(HEADER, row(0, 1.0))] * 1000
+
+    monkeypatch.setattr(watch.feed, "take", endless)
+    watch._looks = Looks()  # type: ignore[assignment]
+    watch._records()
+    assert left[0] > 0
+    assert [one.rank for one in alerts_of_run(root / "run.zarr")] == [3]
+
+
+def test_a_run_that_was_forgotten_for_others_counts_its_day_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("capd.server.rules.watch._MOST_RUNS", 1)
+    watch = RuleWatch(
+        parse_triggers([{**NAN, "cooldown": 0, "max_per_day": 3}]), root, "n", durable=False, statistics=True
+    )
+    (root / "other.zarr" / ".capd" / "node=n").mkdir(parents=True)
+    for number in range(6):
+        for run in ("run", "other"):
+            watch.feed.offer(run, [(HEADER, row(number))])
+            watch._records()
+            watch._report(watch._judge.ready(0.0, all_of_them=True))
+    assert len(alerts_of_run(root / "run.zarr")) == 3
