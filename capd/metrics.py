@@ -221,7 +221,6 @@ class DaemonStats(_Model):
         oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.
         alerts: Its rules and their alerts; null without rules.
         lab: Its lab; null without any.
-        oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.
         arriving: The number of connections whose rank has no run yet. No run counts the captures in their arenas.
         refused_connections: The refused connections by code.
     """

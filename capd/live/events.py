@@ -21,12 +21,18 @@ _REPEAT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LiveEvent:
-    """One event. run: the run that it belongs to, "" for the daemon's own. The text has names from outside."""
+    """One event. The text has names from outside.
+
+    Attributes:
+        run: The run that it belongs to; "" for the daemon's own.
+        is_alert: Whether a rule said so.
+    """
 
     time_ns: int
     severity: Severity
     text: str
     run: str = ""
+    is_alert: bool = False
 
 
 class EventLog:
@@ -95,6 +101,9 @@ def _of_ranks(
         old = known.get(rank.client)
         if old is None:
             came.append(rank)
+            # It came and died between two samples.
+            if before is not None and rank.state == "died":
+                changed.setdefault((rank.state, rank.end), []).append(rank)
         elif old.state != rank.state:
             changed.setdefault((rank.state, rank.end), []).append(rank)
     live = [rank for rank in came if rank.state in ("live", "lost")]

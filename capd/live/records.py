@@ -15,6 +15,7 @@ from capd.store.catalog.place import live_catalog
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_records, series_row
 from capd.store.disk.layout import node_directory
 from capd.store.documents.headers import sound_row
+from capd.store.format.dtypes import errors_of
 from capd.store.format.frames import RecordRow
 from capd.store.format.statistics import Stats, public
 from capd_client.protocol.key import Key, Moment
@@ -32,6 +33,8 @@ _SHARE = 20.0
 _SETTLED_NS = 100_000_000
 _DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
 _PROBLEMS = (CapdError, OSError, *_DAMAGE)
+_ERRORS = errors_of("")
+_SELECT_COUNTS = "SELECT id, records FROM series WHERE substr(dtype, 1, ?) <> ?"
 _SELECT = (
     "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series WHERE id=?"
 )
@@ -64,7 +67,8 @@ class NewRecord:
 class NewestRecords:
     """Lists the newest records of one node's part of a run. Reads rows only, never elements. Not thread-safe.
 
-    The catalog is opened for each look and closed again: a daemon that ends waits for no reader.
+    The catalog is opened for each look and closed again: a daemon that ends waits for no reader. Series with errors of
+    formats are left out: their rows belong to records that are listed.
 
     Attributes:
         problem: Why the last look failed; "" if it did not.
@@ -90,6 +94,7 @@ class NewestRecords:
         self._counts: dict[int, int] | None = None
         self._series: dict[int, SeriesRow] = {}
         self._seen: tuple[tuple[int, int, int], ...] = ()
+        self._identity: tuple[int, int] | None = None
         self._due = 0.0
         self._live: Path | None = None
         self._records: list[NewRecord] = []
@@ -107,6 +112,7 @@ class NewestRecords:
         if began < self._due:
             return self._records
         try:
+            self._begin_again_if_new()
             catalog = self._catalog()
             seen = _signature(catalog)
             if seen == self._seen:
@@ -115,7 +121,8 @@ class NewestRecords:
             with contextlib.closing(connect_read_only(catalog)) as db:
                 # All reads see one snapshot.
                 db.execute("BEGIN")
-                found = self._new_in(db)
+                is_first = self._counts is None
+                new, found = self._new_in(db)
         except _PROBLEMS as error:
             self.problem = str(error) or type(error).__name__
             return self._records
@@ -128,7 +135,22 @@ class NewestRecords:
             [*found, *self._records], key=lambda record: (record.moment.time_ns, record.number), reverse=True
         )
         self._records = merged[: self._limit]
+        if not is_first:
+            listed = {id(record) for record in self._records}
+            self.left_out += new - sum(id(record) in listed for record in found)
         return self._records
+
+    def _begin_again_if_new(self) -> None:
+        """Forget a run that was removed and begun again with the same name."""
+        try:
+            found = self._directory.stat()
+        except FileNotFoundError:
+            return
+        identity = found.st_dev, found.st_ino
+        if self._identity not in (None, identity):
+            self._counts, self._seen, self._live, self._records = None, (), None, []
+            self._series.clear()
+        self._identity = identity
 
     def _catalog(self) -> Path:
         if self._live is None:
@@ -136,9 +158,10 @@ class NewestRecords:
         # On a network file system, another machine sees only the published snapshot.
         return self._live if self._live.exists() else self._directory / CATALOG_NAME
 
-    def _new_in(self, db: sqlite3.Connection) -> list[NewRecord]:
-        is_first, before = self._counts is None, self._counts or {}
-        counts: dict[int, int] = dict(db.execute("SELECT id, records FROM series"))
+    def _new_in(self, db: sqlite3.Connection) -> tuple[int, list[NewRecord]]:
+        """Return the number of records that are new, and those of them that may be listed."""
+        before = self._counts or {}
+        counts: dict[int, int] = dict(db.execute(_SELECT_COUNTS, (len(_ERRORS), _ERRORS)))
         if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
             raise ValueError("the catalog's counts are not valid")
         held = before.get
@@ -157,10 +180,8 @@ class NewestRecords:
                 raise
             except _DAMAGE:
                 self.damaged += 1
-        if not is_first:
-            self.left_out += max(0, new - len(found))
         self._counts = counts
-        return found
+        return new, found
 
     def _rows(self, db: sqlite3.Connection, series: int, first: int, end: int) -> list[NewRecord]:
         known = self._series.get(series)

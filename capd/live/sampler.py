@@ -156,6 +156,8 @@ class Sampler:
             runs=states,
             omitted_runs=len(stats.runs) - len(runs),
             upload=stats.upload,
+            rules=stats.alerts,
+            lab=stats.lab,
         )
 
     def _run(self, old: dict[tuple[str, ...], Track], run: RunStats, now: float) -> RunState:

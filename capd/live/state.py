@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from capd.drops import left_out, lost
-from capd.metrics import QuotaUse, SessionStats, UploadStats
+from capd.metrics import AlertStats, LabStats, QuotaUse, SessionStats, UploadStats
 
 __all__ = [
     "MAX_RANKS", "MAX_RUNS", "Earlier", "LiveSample", "NodeState", "RankState", "RunState", "main_reason",
@@ -117,6 +117,8 @@ class NodeState:
         oldest_s: The age of the oldest capture that arrived and is not committed; 0 without one.
         runs: The runs, the newest last; at most MAX_RUNS.
         omitted_runs: The number of other runs.
+        rules: Its rules and their alerts; None without rules.
+        lab: Its lab; None without one.
     """
 
     node: str
@@ -136,6 +138,8 @@ class NodeState:
     runs: tuple[RunState, ...]
     omitted_runs: int
     upload: UploadStats | None = None
+    rules: AlertStats | None = None
+    lab: LabStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from capd.live.alerts import NewestAlerts
+from capd.live.events import MAX_EVENTS, LiveEvent
 from capd.live.records import NewestRecords
 from capd.live.sampler import Sampler
+from capd.live.state import NodeState, RunState
 from capd.top.view import TopData, TopView
 
 __all__ = ["TopFeed"]
@@ -16,6 +19,8 @@ __all__ = ["TopFeed"]
 _JOIN_S = 0.5
 # Every row of the records changes with each look.
 _LOOK_S = 2.0
+# The text of an alert may be long. A line of the screen is not.
+_MAX_TEXT = 400
 
 
 class TopFeed:
@@ -47,6 +52,9 @@ class TopFeed:
         self._interval_s, self._show, self._fail = interval_s, show, fail
         self.run_id, self.client = run_id, ""
         self._newest: NewestRecords | None = None
+        # The alerts of each run, by its path.
+        self._alerts: dict[str, NewestAlerts] = {}
+        self._alert_events: list[LiveEvent] = []
         self._clock, self._look_at = time.monotonic, 0.0
         self._stopping = threading.Event()
         # A key that asks for something else, such as another run, is answered at once.
@@ -79,6 +87,7 @@ class TopFeed:
         if run is None or sample.node is None:
             self._newest = None
             return TopData(sample, self._sampler.events)
+        events, alerts = self._events(sample.node, run), self._alerts[run.path]
         newest = self._newest
         if newest is None or str(newest.run) != run.path:
             newest = self._newest = NewestRecords(Path(run.path), sample.node.node)
@@ -88,12 +97,35 @@ class TopFeed:
             self._look_at = self._clock() + _LOOK_S - self._interval_s / 2
         return TopData(
             sample=sample,
-            events=self._sampler.events,
+            events=events,
+            run_id=run.run_id,
+            alerts=alerts.counts.copy(),
+            alerts_problem=alerts.problem,
             records=newest.records,
             note=_note(newest),
             run_rates=self._sampler.rates(run.run_id),
             rank_rates=self._sampler.rates(run.run_id, self.client) if self.client else (),
         )
+
+    def _events(self, node: NodeState, shown: RunState) -> tuple[LiveEvent, ...]:
+        """Return the events with the alerts of the run that is shown, and of those that had live ranks."""
+        before, self._alerts = self._alerts, {}
+        is_new = False
+        for run in node.runs:
+            if run.path in before or run.live or run is shown:
+                found = self._alerts[run.path] = before.get(run.path) or NewestAlerts(
+                    Path(run.path), node.node
+                )
+                is_new |= found.look()
+        if is_new or before.keys() != self._alerts.keys():
+            names = {run.path: run.run_id for run in node.runs}
+            self._alert_events = [
+                LiveEvent(one.time_ns, one.severity, one.text[:_MAX_TEXT], names[path], is_alert=True)
+                for path, alerts in self._alerts.items()
+                for one in alerts.newest
+            ]
+        both = sorted([*self._sampler.events, *self._alert_events], key=lambda event: event.time_ns)
+        return tuple(both[-MAX_EVENTS:])
 
     def _work(self) -> None:
         try:

@@ -23,6 +23,8 @@ MIN_COLUMNS = 40
 _WIDE = 130
 # The lines of a record's statistics without its histogram.
 _FACTS = 7
+# The records of `--once`, and the events.
+_LISTED = 20
 _KEYS = (
     ("q", "quit"), ("?", "help"), ("p", "pause"), ("s", "sort"), ("/", "filter"), ("r", "run"), ("d", "drops"),
     ("t", "tensors"), ("Tab", "list"), ("Enter", "details"),
@@ -31,12 +33,13 @@ _KEYS = (
 
 def frame(view: TopView, data: TopData, width: int, height: int) -> list[Line]:
     """Return exactly `height` lines of exactly `width` columns, and note in the view where its lists are."""
+    data = view.of_run(data)
     view.areas.clear()
     view.middle = _middle(width) if view.pane and not view.overlay else 0
     run = view.run(data)
     banner = banner_lines(data.sample, width)
     most = max(1, min(6 if width >= 60 else 9, height // 3))
-    head = _steady(view, header_lines(data.sample, run, data.run_rates, width, most), width, most)
+    head = _steady(view, header_lines(data, run, width, most), width, most)
     foot = [_footer(view, data, width)]
     events = event_lines(data.events, width, _event_height(height))
     room = height - len(banner) - len(head) - len(foot) - len(events)
@@ -207,14 +210,16 @@ def overview(view: TopView, data: TopData, width: int) -> list[Line]:
     """Return the frame of `--once`: everything once, as many lines as it takes."""
     run, ranks = view.run(data), view.ranks(data)
     shown = shown_columns(RANK_COLUMNS, width)
-    lines = [*header_lines(data.sample, run, data.run_rates, width, 20), header_line(shown, width, "")]
+    lines = [*header_lines(data, run, width, 20), header_line(shown, width, "")]
     lines += [row_line(shown, width, rank) for rank in ranks]
     if not ranks:
         lines.append(line(_why_no_rank(view, data), width))
     if run is not None and run.dropped:
         lines += drop_lines(run, None, width)
+    if events := [event for event in data.events if event.is_alert or event.severity != "info"][-_LISTED:]:
+        lines += event_lines(events, width, len(events) + 1)
     if data.records:
         columns = shown_columns(RECORD_COLUMNS, width)
         lines += [rule("newest records", width), header_line(columns, width, "")]
-        lines += [row_line(columns, width, record) for record in data.records[:20]]
+        lines += [row_line(columns, width, record) for record in data.records[:_LISTED]]
     return lines

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from capd.live.state import LiveSample, NodeState, RunState
+from capd.metrics import AlertStats, LabStats
 from capd.top.lines import Line, Span, flow, wrapped
 from capd.top.text import amount, count, duration, safe, spark, speed
+from capd.top.view import TopData
 
 __all__ = ["banner_lines", "header_lines"]
 
@@ -26,25 +28,23 @@ def banner_lines(sample: LiveSample, width: int) -> list[Line]:
     return wrapped(text, width, "bold white on red")[:3]
 
 
-def header_lines(
-    sample: LiveSample, run: RunState | None, rates: Sequence[float | None], width: int, most: int
-) -> list[Line]:
+def header_lines(data: TopData, run: RunState | None, width: int, most: int) -> list[Line]:
     """Return the head of the screen.
 
     Args:
-        sample: The sample.
+        data: What is shown.
         run: The run that is shown; None if there is none.
-        rates: The records per second of that run over the last minute.
         width: The columns.
         most: The most lines. What is less important is left out.
     """
-    node = sample.node
+    node = data.sample.node
     if node is None:
         return flow([_item("capd top", "", "bold")], width, most)
     items = [
         _item("capd top", f"node {safe(node.node)}", "bold"),
         _item("run", _run_text(node, run)),
-        *([] if run is None else _of_run(run, rates, width)),
+        *([] if run is None else _of_run(run, data.run_rates, width)),
+        *_of_alerts(node.rules, data),
         *_of_disk(node),
     ]
     if run is not None and run.why_full:
@@ -60,6 +60,8 @@ def header_lines(
     if node.upload is not None:
         style = {"ok": "", "failed": "bold red"}.get(node.upload.state, "yellow")
         items.append(_item("upload", f"{node.upload.state}, {amount(node.upload.backlog_bytes)} wait", style))
+    if node.lab is not None:
+        items.append(_lab(node.lab))
     items.append(_item("up", duration(node.uptime_s // 10 * 10) if node.uptime_s >= 10 else "a moment"))
     items.append(_item("pid", str(node.pid)))
     return flow(items, width, most)
@@ -120,3 +122,30 @@ def _of_disk(node: NodeState) -> list[Line]:
     if node.oldest_s >= 0.05:
         items.append(_item("lag", duration(node.oldest_s), "yellow" if node.oldest_s > 5 else ""))
     return items
+
+
+def _of_alerts(rules: AlertStats | None, data: TopData) -> list[Line]:
+    """Return the number of alerts of the run, and what the rules could not do since the start of the daemon."""
+    total = sum(data.alerts.values())
+    if rules is None and not total and not data.alerts_problem:
+        return []
+    critical = data.alerts.get("critical", 0)
+    parts = [f"{count(total)}{f' ({count(critical)} critical)' if critical else ''}"]
+    style = "bold red" if critical else "yellow" if data.alerts.get("warning") else ""
+    failures = [f"cannot be read: {safe(data.alerts_problem)}"] if data.alerts_problem else []
+    if rules is not None:
+        failures += [f"{count(rules.not_stored)} only in the log"] if rules.not_stored else []
+        failures += [f"{count(rules.records_left_out)} records not judged"] if rules.records_left_out else []
+    return [_item("alerts", ", ".join(parts + failures), style or ("yellow" if failures else ""))]
+
+
+def _lab(lab: LabStats) -> Line:
+    measured = lab.records.get("measured", 0)
+    reasons = {name: number for name, number in lab.records.items() if number and name != "measured"}
+    parts = [f"{count(measured)} measured"]
+    parts += [f"{count(lab.waiting)} wait"] if lab.waiting else []
+    if reasons:
+        parts.append(f"{count(sum(reasons.values()))} not ({safe(_by_count(reasons)[0][0])})")
+    if lab.problem:
+        parts.append(safe(lab.problem))
+    return _item("lab", ", ".join(parts), "yellow" if lab.problem else "")

@@ -110,6 +110,13 @@ def rank_lines(rank: RankState, rates: Sequence[float | None], width: int) -> li
     return lines
 
 
+def _clock(time_ns: int) -> str:
+    """Return the time of an event, with its day if that is not today."""
+    then = time.localtime(time_ns / 1e9)
+    is_today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%m-%d %H:%M", then)
+
+
 def event_lines(events: Sequence[LiveEvent], width: int, height: int) -> list[Line]:
     """Return the last events, the newest last, in exactly `height` lines with a title."""
     if height <= 0:
@@ -117,8 +124,9 @@ def event_lines(events: Sequence[LiveEvent], width: int, height: int) -> list[Li
     shown = events[-(height - 1) :] if height > 1 else ()
     lines = [rule("events", width)]
     for event in shown:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
         run = f"{safe(event.run)}: " if event.run else ""
-        lines.append(line(f"{clock} {run}{safe(event.text)}", width, _SEVERITIES[event.severity]))
+        mark = f"{event.severity} alert, " if event.is_alert else ""
+        text = f"{_clock(event.time_ns)} {run}{mark}{safe(event.text)}"
+        lines.append(line(text, width, _SEVERITIES[event.severity]))
     lines += [line("", width)] * (height - len(lines))
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,11 @@ class TopData:
     """What the screen shows at one moment.
 
     Attributes:
-        records: The newest records of the run that is shown, the newest first.
+        events: The events and the alerts of all runs, the newest last.
+        run_id: The run that everything below is of; "" for none.
+        alerts: The number of its alerts by severity.
+        alerts_problem: Why they could not be read; "" if they were.
+        records: The newest records of the run, the newest first.
         note: What is to be said of them, such as how many were left out; "" for nothing.
         run_rates: The records per second of the run over the last minute.
         rank_rates: Those of the rank whose details are shown.
@@ -31,6 +35,9 @@ class TopData:
 
     sample: LiveSample = field(default_factory=LiveSample)
     events: tuple[LiveEvent, ...] = ()
+    run_id: str = ""
+    alerts: Mapping[str, int] = field(default_factory=dict)
+    alerts_problem: str = ""
     records: Sequence[NewRecord] = ()
     note: str = ""
     run_rates: Sequence[float | None] = ()
@@ -100,6 +107,13 @@ class TopView:
             return next((run for run in runs if run.run_id == self.run_id), None)
         return next((run for run in reversed(runs) if run.live), runs[-1] if runs else None)
 
+    def of_run(self, data: TopData) -> TopData:
+        """Return the data without what belongs to another run, as after a key that goes to the next one."""
+        run = self.run(data)
+        if run is not None and run.run_id == data.run_id:
+            return data
+        return TopData(data.sample, data.events, note="" if run is None else "not read yet")
+
     @property
     def filter(self) -> str:
         """The filter in force, also while it is typed."""
@@ -111,7 +125,7 @@ class TopView:
 
     def records(self, data: TopData) -> list[NewRecord]:
         """Return the records in the order of their rows."""
-        return chosen_records(data.records, self.record_order, self.filter)
+        return chosen_records(self.of_run(data).records, self.record_order, self.filter)
 
     def place(self, focus: Focus, items: Sequence[Any]) -> int:
         """Return the index of the cursor in a list, and remember it."""

@@ -124,15 +124,15 @@ def write_alerts(run: Path, alerts: Mapping[str, Iterable[Alert]]) -> None:
 class AlertFollower:
     """Reads the alerts of a run that came since the last call."""
 
-    def __init__(self, run: Path) -> None:
-        """Begin before the first alert."""
-        self._run = run
+    def __init__(self, run: Path, node: str | None = None) -> None:
+        """Begin before the first alert. node: the only node that is read; None reads all."""
+        self._run, self._node = run, node
         self._read: dict[str, int] = {}
 
     def new(self) -> list[Alert]:
         """Return the alerts that came, in order of time. Raises as `read_alerts`."""
         found: list[Alert] = []
-        for node in nodes_of(self._run):
+        for node in nodes_of(self._run) if self._node is None else [self._node]:
             start = self._read.get(node, 0)
             lines = read_alerts(alerts_path(self._run, node), start)
             self._read[node] = start + lines.nbytes

@@ -32,7 +32,8 @@ def session(rank: int, **changes: Any) -> SessionStats:
 def run(run_id: str = "run", sessions: list[SessionStats] | None = None, **changes: Any) -> RunStats:
     values: dict[str, Any] = {
         "run_id": run_id, "path": f"/s/{run_id}.zarr", "offered": 0, "committed": 0, "in_flight": 0, "dropped": {},
-        "records": 0, "statistics_records": 0, "scalar_records": 0, "raw_bytes": 0, "stored_bytes": 0,
+        "records": 0, "statistics_records": 0, "scalar_records": 0, "error_records": 0, "raw_bytes": 0,
+        "stored_bytes": 0,
         "sessions": sessions or [], "clean": True, "rate_mib_s": 0.0, "sealed": False, "why_full": "",
     }  # fmt: skip
     return RunStats(**{**values, **changes})

@@ -43,10 +43,12 @@ def data_of(*runs: RunState, **changes: Any) -> TopData:
     }  # fmt: skip
     more = {
         name: changes.pop(name)
-        for name in ("records", "events", "note", "run_rates", "rank_rates")
+        for name in ("records", "events", "note", "run_rates", "rank_rates", "alerts", "alerts_problem")
         if name in changes
     }
     sample = LiveSample(1, NodeState(**{**values, **changes}))
+    shown = TopView().run(TopData(sample))
+    more["run_id"] = "" if shown is None else shown.run_id
     return TopData(**{"sample": sample, "records": [new_record(n) for n in range(30)][::-1], **more})
 
 
