@@ -224,6 +224,36 @@ def test_once_prints_one_frame(started: list[DaemonProcess]) -> None:
     job.close()
 
 
+def test_alerts_of_a_real_rule_are_marked_and_counted(runtime_dir: Path, tmp_path: Path) -> None:
+    config = runtime_dir / "capd.toml"
+    config.write_text('[[trigger]]\nname = "any"\nmetric = "absmax"\nbelow = 1e30\nseverity = "critical"\n')
+    with daemons() as made:
+        made.append(DaemonProcess(tmp_path / "store", runtime_dir / "s.sock", "--config", str(config)))
+        job = Job(made[0].path, 1)
+        with Tmux(runtime_dir, TOP, columns=100, rows=40, **endpoint(made)) as terminal:
+            terminal.until(
+                lambda shown: "ranks 1 live of 1 " in shown and "alerts 0" in shown, "no alert yet"
+            )
+            job.step(0)
+            screen = terminal.until(
+                lambda shown: "alerts 1 (1 critical)" in shown, "the alerts of both ranks"
+            )
+            assert len(re.findall(r"^\d\d:\d\d:\d\d exp7: critical alert, any: absmax = ", screen, re.M)) == 1
+            # Red and bold.
+            assert re.search(r"\x1b\[1m\x1b\[31m[^\x1b]* alert, any", terminal.coloured)
+            made[0].stop(signal.SIGKILL)
+            assert "alerts 1 (1 critical)" in terminal.until(
+                lambda shown: "DAEMON GONE" in shown, "the banner"
+            )
+        made.append(DaemonProcess(tmp_path / "store", made[0].path, "--config", str(config)))
+        job.connect()
+        done = run_capd("top", "--once", COLUMNS="160", **endpoint(made))
+        assert (done.code, done.err) == (0, "")
+        assert "alerts 1 (1 critical)" in done.out
+        assert done.out.count("exp7: critical alert, any: absmax = ") == 1
+        job.close()
+
+
 def test_once_needs_a_daemon_and_no_textual(runtime_dir: Path, started: list[DaemonProcess]) -> None:
     gone = run_capd("top", "--once", CAPD_ENDPOINT=f"unix:{runtime_dir / 'no.sock'}")
     assert gone.code == 3

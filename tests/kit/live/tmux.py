@@ -47,6 +47,11 @@ class Tmux:
         return self._tmux("capture-pane", "-p")
 
     @property
+    def coloured(self) -> str:
+        """What the terminal shows, with its styles as escape sequences."""
+        return self._tmux("capture-pane", "-p", "-e")
+
+    @property
     def in_alternate_screen(self) -> bool:
         """Whether a command draws on the whole screen."""
         return self._tmux("display-message", "-p", "#{alternate_on}").strip() == "1"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from capd.live.events import LiveEvent
 from capd.live.state import Earlier, LiveSample, NodeState, RunState, newest_sessions, ranks_of
-from capd.metrics import SessionStats, UploadStats
+from capd.metrics import AlertStats, LabStats, SessionStats, UploadStats
 from capd.top.columns import shown_columns
 from capd.top.frame import frame, overview
 from capd.top.lines import plain
@@ -382,3 +384,87 @@ def test_a_frame_for_a_pipe_has_every_rank_once() -> None:
     assert column("\n".join(lines))[:64] == [str(number) for number in range(64)]
     assert any("raise CAPD_ARENA_BYTES" in row for row in lines)
     assert sum("forward.input" in row for row in lines) == 20
+
+
+def rules(**changes: Any) -> AlertStats:
+    values: dict[str, Any] = {
+        "rules": 1, "alerts": 0, "suppressed": 0, "records": 9, "records_left_out": 0, "series_forgotten": 0,
+        "not_stored": 0, "commands_failed": 0, "commands_left_out": 0, "last": None, "last_ns": None,
+        "last_severity": None, "last_run": None,
+    }  # fmt: skip
+    return AlertStats(**{**values, **changes})
+
+
+def test_alerts_are_counted_in_the_head() -> None:
+    run = run_state()
+
+    def head(**changes: Any) -> tuple[str, str]:
+        """The item and its style."""
+        for line in frame(TopView(), data_of(run, **changes), 130, 30)[:6]:
+            for label, text in pairwise(line):
+                if label.text == "alerts ":
+                    return text
+        return ("", "")
+
+    assert head() == ("", "")
+    assert head(rules=rules()) == ("0", "")
+    assert head(rules=rules(), alerts={"info": 2}) == ("2", "")
+    assert head(alerts={"warning": 2, "info": 1}) == ("3", "yellow")
+    assert head(rules=rules(not_stored=3, records_left_out=4), alerts={"warning": 1, "critical": 1}) == (
+        "2 (1 critical), 3 only in the log, 4 records not judged", "bold red",
+    )  # fmt: skip
+    assert head(alerts_problem="no \x1bfile") == ("0, cannot be read: no �file", "yellow")
+
+
+def test_alerts_are_marked_events_with_severity_and_colour() -> None:
+    now = time.time_ns()
+    events = tuple(
+        LiveEvent(now, severity, f"nan: {EVIL}", "exp7", is_alert=True)
+        for severity in ("info", "warning", "critical")
+    )
+    old = LiveEvent(now - 3 * 86_400 * 10**9, "warning", "an old one")
+    data = data_of(run_state(), events=(old, *events, LiveEvent(now, "info", "rank 0 here", "exp7")))
+    spans = [span for line in frame(TopView(), data, 100, 60) for span in line]
+    shown = {span.text[9:].strip(): span.style for span in spans if " alert, " in span.text}
+
+    safe = "exp7: {} alert, nan: [bold red]x[/] �[31m层[link=http://e]".format
+    assert shown == {safe("info"): "", safe("warning"): "yellow", safe("critical"): "bold red"}
+    [day] = [span.text for span in spans if "an old one" in span.text]
+    assert day.startswith(time.strftime("%m-%d %H:%M an old", time.localtime(old.time_ns / 1e9)))
+    lines = [plain(line) for line in overview(TopView(), data, 100)]
+    assert sum(" alert, " in line for line in lines) == 3
+    assert not any("rank 0 here" in line for line in lines)
+
+
+def test_the_lab_takes_one_item_of_the_head() -> None:
+    records = {"measured": 1200, "budget": 30, "memory": 4, "failed": 0}
+    lab = LabStats(
+        formats=["mxfp8"], sample="1/8", cpu=0.2, problem="", records=records, waiting=3, waiting_bytes=9, cpu_s=1.0,
+        restarts=0,
+    )  # fmt: skip
+    assert "lab 1,200 measured, 3 wait, 34 not (budget)" in shown(
+        TopView(), data_of(run_state(), lab=lab), 160
+    )
+    broken = lab.model_copy(update={"problem": "no memory", "records": {"measured": 0}, "waiting": 0})
+    assert "lab 0 measured, no memory" in shown(TopView(), data_of(run_state(), lab=broken), 160)
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_the_next_run_has_nothing_of_the_run_before(*, is_paused: bool) -> None:
+    data = data_of(
+        run_state(1, "old"),
+        run_state(2, "new"),
+        alerts={"critical": 4},
+        run_rates=[5.0] * 60,
+        note="9 records passed",
+    )
+    view = TopView(paused=is_paused, focus="records")
+    assert "forward.input" in shown(view, data)
+    press(view, data, "r")
+    text = shown(view, data)
+
+    assert "run old (1 of 2)" in text
+    assert not any(part in text for part in ("forward.input", "critical", "█", "9 records passed"))
+    assert "not read yet" in text
+    press(view, data, "enter")
+    assert view.overlay == ""
