@@ -7,9 +7,9 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
+from capd.cli.completion import run_names
 from capd.cli.options import flag, option
 from capd.cli.output import print_lines
-from capd.cli.stores import RunOption
 from capd.errors import CapdError
 
 if TYPE_CHECKING:
@@ -23,7 +23,15 @@ _PIPE_COLUMNS = 120
 
 
 def top(
-    run: RunOption = None,
+    run: Annotated[
+        str | None,
+        option(
+            "--run",
+            "ID",
+            "The run to show [default: the newest one with live ranks].",
+            autocompletion=run_names,
+        ),
+    ] = None,
     interval: Annotated[
         float, option("--interval", "SECONDS", "Pause between samples.", min=0.5, max=60.0)
     ] = 1.0,

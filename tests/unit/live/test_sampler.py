@@ -187,6 +187,10 @@ def test_events_tell_of_ranks_that_come_and_go_and_of_drops(daemon: Answers, sam
     daemon.now = 30.0
     sampler.sample()
     assert texts() == []
+    # It came and died between two samples.
+    daemon.runs[0].sessions.append(session(7, state="died", end="exit code 3", connected=False))
+    sampler.sample()
+    assert texts() == ["rank 7 died (exit code 3)"]
 
 
 def test_samples_are_bounded(daemon: Answers, sampler: Sampler) -> None:
