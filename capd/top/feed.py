@@ -80,8 +80,8 @@ class TopFeed:
         """Close the connection of a feed that never started."""
         self._sampler.close()
 
-    def take(self) -> TopData:
-        """Return a sample of this moment."""
+    def take(self, *, with_records: bool = True) -> TopData:
+        """Return a sample of this moment. with_records: whether the catalog may be looked at, too."""
         sample = self._sampler.sample()
         run = TopView(self.run_id).run(TopData(sample))
         if run is None or sample.node is None:
@@ -92,7 +92,7 @@ class TopFeed:
         if newest is None or str(newest.run) != run.path:
             newest = self._newest = NewestRecords(Path(run.path), sample.node.node)
             self._look_at = 0.0
-        if self._clock() >= self._look_at:
+        if with_records and self._clock() >= self._look_at:
             newest.look()
             self._look_at = self._clock() + _LOOK_S - self._interval_s / 2
         return TopData(

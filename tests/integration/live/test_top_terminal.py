@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from capd.live.records import NewestRecords
 from capd_client.protocol.counter_page import COUNTER_STEPS
 from tests.kit import forking
 from tests.kit.daemon import DaemonProcess, Rank, daemons, wait_for
@@ -209,6 +210,9 @@ def test_once_prints_one_frame(started: list[DaemonProcess]) -> None:
     job = Job(started[0].path, 3)
     job.step(0)
     job.ranks[1].count(offered=5, ring_full=4)
+    # A record that comes after the first sample is in the frame, too.
+    newest = NewestRecords(started[0].store / "exp7.zarr", "n")
+    wait_for(lambda: len(newest.look()) == 3, "the records in the catalog")
     done = run_capd("top", "--once", COLUMNS="200", **endpoint(started))
 
     assert (done.code, done.err) == (0, "")
