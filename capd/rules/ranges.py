@@ -1,4 +1,4 @@
-"""The ranges of the number formats that rules name, without torch: largest value, smallest value above 0.
+"""The ranges of the number formats that rules and the live page name, without torch.
 
 A format that has scales has no range of its own; its elements have one. The tests compare this table with the
 definitions in `capd_client.formats`.
@@ -17,11 +17,23 @@ class FormatRange(NamedTuple):
 
     Attributes:
         largest: The largest finite value.
+        normal_exponent: The smallest normal value is 2 to this power.
         smallest_exponent: The smallest value above 0 is 2 to this power.
     """
 
     largest: float
+    normal_exponent: int
     smallest_exponent: int
+
+    @property
+    def normal(self) -> float:
+        """The smallest normal value."""
+        return 2.0**self.normal_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value above 0."""
+        return 2.0**self.smallest_exponent
 
     @property
     def first_exponent_above(self) -> int:
@@ -30,14 +42,14 @@ class FormatRange(NamedTuple):
 
 
 FORMAT_RANGES = {
-    "e4m3": FormatRange(448.0, -9),
-    "e5m2": FormatRange(57344.0, -16),
-    "e3m2": FormatRange(28.0, -4),
-    "e2m3": FormatRange(7.5, -3),
-    "e2m1": FormatRange(6.0, -1),
-    "fp16": FormatRange(65504.0, -24),
-    "hifp8": FormatRange(2.0**15, -22),
-    "bf16": FormatRange(float(0xFF << 120), -133),
+    "e4m3": FormatRange(448.0, -6, -9),
+    "e5m2": FormatRange(57344.0, -14, -16),
+    "e3m2": FormatRange(28.0, -2, -4),
+    "e2m3": FormatRange(7.5, 0, -3),
+    "e2m1": FormatRange(6.0, 0, -1),
+    "fp16": FormatRange(65504.0, -14, -24),
+    "hifp8": FormatRange(2.0**15, -15, -22),
+    "bf16": FormatRange(float(0xFF << 120), -126, -133),
 }
 
 ELEMENTS_OF = {

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capd.errors import ConfigError
+from capd.rules.ranges import FORMAT_RANGES
 from capd.store.format.frames import StatsRow
 from capd.store.format.statistics import Stats, merge, public
 from capd.web.reading.catalogs import RunCatalogs
 from capd.web.reading.lines import add_rows, merged_by_iteration
-from capd.web.reading.ranges import RANGES, outside
+from capd.web.reading.ranges import outside
 
 __all__ = ["STATISTICS", "layer_map"]
 
@@ -25,7 +26,11 @@ _MIN_ROWS = 8
 def _share(label: str, which: str) -> Callable[[Stats], float | None]:
     def of(stats: Stats) -> float | None:
         # The least possible share: what is shown is certain.
-        return 100 * getattr(outside(stats, RANGES[label]), which)[0] / stats.count if stats.count else None
+        return (
+            100 * getattr(outside(stats, FORMAT_RANGES[label]), which)[0] / stats.count
+            if stats.count
+            else None
+        )
 
     return of
 
@@ -39,7 +44,7 @@ STATISTICS: Mapping[str, Callable[[Stats], float | int | None]] = {
     **{
         f"{which}:{label}": _share(label, which)
         for which in ("above", "below", "flushed")
-        for label in RANGES
+        for label in FORMAT_RANGES
     },
 }
 """The statistics by their names in an address."""

@@ -7,14 +7,23 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from capd.rules.ranges import FORMAT_RANGES
 from capd.store.format.dtypes import is_statistics, stored_type
 from capd.store.format.frames import RecordRow, StatsRow
 from capd.store.format.statistics import Stats, is_possible, merge, public
 from capd.web.reading.catalogs import RunCatalogs, SeriesPlace
-from capd.web.reading.ranges import RANGES, outside
+from capd.web.reading.ranges import outside
 from capd_client.protocol.key import Moment
 
-__all__ = ["add_rows", "describe", "gaps", "merged_by_iteration", "tensor_lines"]
+__all__ = [
+    "MAX_POINTS",
+    "add_rows",
+    "describe",
+    "gaps",
+    "merged_by_iteration",
+    "tensor_lines",
+    "without_attempt",
+]
 
 MAX_POINTS = 500
 """The most records of a series that one answer reads."""
@@ -65,7 +74,7 @@ def tensor_lines(run: RunCatalogs, path: str) -> dict[str, Any]:
         "gap_after": gaps([iteration for iteration, _ in points]),
         **{name: [getattr(one, name) for one in stats] for name in _STATISTICS},
         "exponents": [_exponents(one) for one in stats],
-        "formats": {label: _shares(stats, label) for label in RANGES},
+        "formats": {label: _shares(stats, label) for label in FORMAT_RANGES},
     }
 
 
@@ -81,7 +90,7 @@ def merged_by_iteration(rows: Iterable[RecordRow]) -> dict[int, StatsRow]:
     for row in rows:
         if row.stats is None or not is_possible(row.stats):
             continue
-        when = _without_attempt(row.moment)
+        when = without_attempt(row.moment)
         if when not in newest or newest[when].moment.attempt <= row.moment.attempt:
             newest[when] = row
     found: dict[int, StatsRow] = {}
@@ -121,12 +130,13 @@ def _exponents(stats: Stats) -> list[int]:
 def _shares(stats: Sequence[Stats], label: str) -> Mapping[str, list[list[float] | None]]:
     found: dict[str, list[list[float] | None]] = {"above": [], "below": [], "flushed": []}
     for one in stats:
-        counts = outside(one, RANGES[label]) if one.count else None
+        counts = outside(one, FORMAT_RANGES[label]) if one.count else None
         for name, shares in found.items():
             pair = None if counts is None else getattr(counts, name)
             shares.append(None if pair is None else [100 * number / one.count for number in pair])
     return found
 
 
-def _without_attempt(m: Moment) -> tuple[object, ...]:
+def without_attempt(m: Moment) -> tuple[object, ...]:
+    """Return what records of a key and a moment share whose job was started again."""
     return (m.iteration, m.micro_batch, m.call, m.sample_idx, m.batch_idx, m.sequence_idx, m.recompute)

@@ -1,43 +1,17 @@
-"""The ranges of number formats, and the shares of values outside of them, from exponent histograms alone.
-
-The limits are those of `capd.analyze.grids`, whose import needs torch and with it more memory than this page may have.
-A test compares both.
-"""
+"""The shares of values outside of the ranges of number formats, from exponent histograms alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from capd.rules.ranges import FormatRange
 from capd.store.format.statistics import Stats
 
-__all__ = ["RANGES", "GridLimits", "Outside", "outside"]
+__all__ = ["Outside", "outside"]
 
-_BIAS, _BINS = 127, 256
+_BIAS = 127
 _NONFINITE_BIN = 255
-
-
-@dataclass(frozen=True, slots=True)
-class GridLimits:
-    """The range of a format without a scale, or of its elements under a scale of 1, as `capd.analyze.grids.Grid`."""
-
-    largest: float
-    normal: float
-    smallest: float
-
-
-RANGES: Mapping[str, GridLimits] = MappingProxyType(
-    {
-        "hifp8": GridLimits(2.0**15, 2.0**-15, 2.0**-22),
-        "e4m3": GridLimits(448.0, 2.0**-6, 2.0**-9),
-        "e5m2": GridLimits(57344.0, 2.0**-14, 2.0**-16),
-        "e2m1": GridLimits(6.0, 1.0, 0.5),
-        "fp16": GridLimits(65504.0, 2.0**-14, 2.0**-24),
-        "bf16": GridLimits(float(0xFF << 120), 2.0**-126, 2.0**-133),
-    }
-)
-"""The formats by their labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +32,7 @@ class Outside:
     flushed: tuple[int, int]
 
 
-def outside(stats: Stats, range_: GridLimits) -> Outside:
+def outside(stats: Stats, range_: FormatRange) -> Outside:
     """Count the values of a record outside of a range. No element is read."""
     bins = stats.exponent_histogram
     return Outside(

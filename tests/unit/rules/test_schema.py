@@ -119,8 +119,8 @@ def test_a_rule_in_words_has_its_condition_and_its_selection() -> None:
 
 
 def test_the_ranges_are_those_of_the_formats() -> None:
-    assert {name: (found.largest, 2.0**found.smallest_exponent) for name, found in FORMAT_RANGES.items()} == {
-        name: (grid.largest, grid.smallest) for name, grid in grids().items()
+    assert {name: (one.largest, one.normal, one.smallest) for name, one in FORMAT_RANGES.items()} == {
+        name: (grid.largest, grid.normal, grid.smallest) for name, grid in grids().items()
     }
 
 

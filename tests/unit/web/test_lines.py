@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from capd.errors import ConfigError, NoSuchSeries, NotAStore
+from capd.rules.ranges import FORMAT_RANGES
 from capd.store.format.statistics import merge_stats
 from capd.store.read.store import open_store
 from capd.web.reading import layers, lines
 from capd.web.reading.catalogs import RunCatalogs, Runs
 from capd.web.reading.layers import STATISTICS, layer_map
 from capd.web.reading.lines import gaps, tensor_lines
-from capd.web.reading.ranges import RANGES, outside
+from capd.web.reading.ranges import outside
 from capd.web.reading.scalars import scalar_lines, scalar_names
 from capd_client.protocol.key import Moment
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
@@ -81,7 +82,7 @@ def test_the_points_are_the_merged_statistics_of_each_iteration(root: Path, run:
             assert {first + 127 + at: n for at, n in enumerate(counts) if n} == bins
         for label, shares in found["formats"].items():
             for at, one in enumerate(wanted.values()):
-                below = outside(one, RANGES[label]).below
+                below = outside(one, FORMAT_RANGES[label]).below
                 assert shares["below"][at] == [100 * n / one.count for n in below]
 
 
