@@ -13,12 +13,12 @@ from starlette.datastructures import QueryParams
 
 from capd.errors import CapdError, ConfigError
 from capd.lifecycle.inventory import look_at
+from capd.rules.ranges import FORMAT_RANGES
 from capd.store.catalog.search import FIELDS
 from capd.web.reading.alerts import newest_alerts
 from capd.web.reading.catalogs import Runs, SeriesPlace
 from capd.web.reading.layers import STATISTICS, layer_map
 from capd.web.reading.lines import describe, tensor_lines
-from capd.web.reading.ranges import RANGES
 from capd.web.reading.scalars import scalar_lines, scalar_names
 from capd.web.sampling import Samples
 from capd_client.protocol.dtypes import ITEM_NBYTES
@@ -70,7 +70,9 @@ class Answers:
         """Return the statistics of one tensor, in one run or in several."""
         path = _needed(query, "path")
         return {
-            "ranges": {label: [one.largest, one.normal, one.smallest] for label, one in RANGES.items()},
+            "ranges": {
+                label: [one.largest, one.normal, one.smallest] for label, one in FORMAT_RANGES.items()
+            },
             "runs": self._of_runs(query, lambda name: tensor_lines(self.runs_here.run(name), path)),
         }
 
@@ -85,14 +87,19 @@ class Answers:
         return layer_map(run, _words(query), _fields(query), query.get("statistic", "absmax"))
 
     def alerts(self, query: QueryParams) -> dict[str, Any]:
-        """Return the newest alerts of a run."""
-        return newest_alerts(self.runs_here.run(_needed(query, "run")).path)
+        """Return the newest alerts of a run, or those of one tensor."""
+        return newest_alerts(self.runs_here.run(_needed(query, "run")).path, query.get("path"))
 
     def sqnr(self, query: QueryParams) -> dict[str, Any]:
         """Return the samples of a tensor so far, and ask for more."""
         run = self.runs_here.run(_needed(query, "run"))
         place = max(run.series(_needed(query, "path")), key=lambda one: one.row.records)
         return self.samples.look(run.path, place, _largest_nbytes(place))
+
+    def errors(self, query: QueryParams) -> dict[str, Any]:
+        """Return the errors of formats that were measured on a tensor while capturing, by iteration."""
+        run = self.runs_here.run(_needed(query, "run"))
+        return self.samples.stored(run.path, run.errors(run.series(_needed(query, "path"))))
 
     def _of_runs(self, query: QueryParams, read: Any) -> list[dict[str, Any]]:
         """Return an answer for each run that is asked for. One that fails has its problem instead."""

@@ -50,6 +50,8 @@ class Application:
         self.hub = Hub()
         self._answers, self._live = answers, live
         self._pool = ThreadPoolExecutor(_THREADS, "capd-web")
+        # Errors are read by processes of their own, one at a time, and no other answer waits for them.
+        self._reading = ThreadPoolExecutor(1, "capd-web-errors")
         # A sample must not wait for an answer that takes long.
         self._sampling = ThreadPoolExecutor(1, "capd-web-live")
         self._began, self._requests, self._failed = time.monotonic(), 0, False
@@ -65,8 +67,9 @@ class Application:
                 Route("/static/{path:path}", self._asset),
                 Route("/events", self._events),
                 Route("/api/health", self._health),
+                Route("/api/errors", self._json(answers.errors, self._reading)),
                 *(
-                    Route(f"/api/{name}", self._json(getattr(answers, name)))
+                    Route(f"/api/{name}", self._json(getattr(answers, name), self._pool))
                     for name in ("runs", "run", "series", "tensor", "scalar", "layers", "sqnr", "alerts")
                 ),
             ]
@@ -89,7 +92,7 @@ class Application:
     def close(self) -> None:
         """Stop the threads."""
         self._answers.samples.close()
-        for pool in (self._pool, self._sampling):
+        for pool in (self._pool, self._reading, self._sampling):
             pool.shutdown(wait=False, cancel_futures=True)
         self._live.close()
 
@@ -120,11 +123,13 @@ class Application:
             }
         )
 
-    def _json(self, read: Callable[[QueryParams], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def _json(
+        self, read: Callable[[QueryParams], Any], pool: ThreadPoolExecutor
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             self._requests += 1
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, _answered, read, request.query_params)
+            return await loop.run_in_executor(pool, _answered, read, request.query_params)
 
         return answer
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _MAX_TENSORS = 256
 # The page asks every few seconds while it shows a tensor.
 _WANTED_S = 15.0
 _IDLE_S = 30.0
+_STORED_S = 60
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -61,7 +62,39 @@ class Samples:
         self._tensors: OrderedDict[tuple[Path, str, str], _Tensor] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
+        # Processes that read stored errors.
+        self._reading: set[subprocess.Popen[str]] = set()
         self._ended = False
+
+    def stored(self, run: Path, places: Sequence[SeriesPlace]) -> dict[str, Any]:
+        """Return the errors by iteration that were measured while capturing, read by a process that ends after it.
+
+        Args:
+            run: The run.
+            places: The series with errors of one tensor.
+        """
+        if not places:
+            return {"iteration": [], "formats": {}, "problem": ""}
+        with self._lock:
+            if self._ended:
+                return {"problem": "the page ends"}
+            process = _started()
+            self._reading.add(process)
+        wanted = [(place.node, place.row.header.path) for place in places]
+        request = json.dumps({"run": str(run.absolute()), "errors": wanted})
+        try:
+            answer = json.loads(process.communicate(f"{request}\n", _STORED_S)[0])
+        except subprocess.TimeoutExpired:
+            return {
+                "problem": f"the errors were not read within {_STORED_S} s; `capd compare --lab` prints them"
+            }
+        except (OSError, ValueError):
+            return {"problem": f"the reading process ended ({process.poll()})"}
+        finally:
+            _end(process)
+            with self._lock:
+                self._reading.discard(process)
+        return answer if isinstance(answer, dict) else {"problem": "no answer"}
 
     def look(self, run: Path, place: SeriesPlace, nbytes: int) -> dict[str, Any]:
         """Return the samples of a tensor so far, and ask for more of them.
@@ -94,12 +127,13 @@ class Samples:
             }
 
     def close(self) -> None:
-        """End the process. A record that it measures is given up."""
+        """End the processes. What they read is given up."""
         with self._lock:
             self._ended = True
             self._changed.notify_all()
-            thread, process = self._thread, self._process
-        if process is not None:
+            thread = self._thread
+            processes = [*self._reading, *([] if self._process is None else [self._process])]
+        for process in processes:
             process.kill()
         if thread is not None:
             thread.join()

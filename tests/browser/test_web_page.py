@@ -23,6 +23,7 @@ from tests.browser.conftest import DRAWN, FRAMES
 from tests.kit.daemon import DaemonProcess, Rank, daemons
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
 from tests.kit.store.scalars import put_scalar
+from tests.kit.web.lab import LabRows
 from tests.kit.web.page import WebPage, web_page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -31,7 +32,9 @@ LAYERS = (0, 1, 2)
 ITERATIONS = (0, 1, 2, 3, 4, 9, 10)
 RUNS = ("exp1", "exp2", "a 'quoted' & <b>run")
 OF_A_RUN = ("overview", "tensors", "layers", "scalars", "alerts")
-NAN_RULE = '[[trigger]]\nname = "<i>nan</i>"\nmetric = "nan"\nabove = 0\nseverity = "critical"\n'
+NAN_RULE = (
+    '[[trigger]]\nname = "<i>nan</i>"\nmetric = "nan"\nabove = 0\nseverity = "critical"\ncooldown = 1\n'
+)
 
 COLOURS = """() => {
   const canvas = document.querySelector(".map canvas");
@@ -41,6 +44,11 @@ COLOURS = """() => {
   return Array.from({ length: canvas.width }, (_, x) => column(x).size);
 }"""
 """The number of colours in each column of the first map."""
+
+
+MARKS = """() => [...document.querySelectorAll(".plot .mark")].map((mark) =>
+  parseFloat(mark.style.left) / mark.parentElement.clientWidth).sort()"""
+"""The places of marks in their chart, as parts of its width."""
 
 
 class Browsed:
@@ -293,6 +301,30 @@ def test_the_page_is_chinese_by_browser_or_by_choice(browse: Browse, web: WebPag
     assert shown.page.url.endswith("#tensors/exp1")
 
 
+def test_errors_of_the_lab_stand_beside_the_samples(browse: Browse, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "store")
+    lab, rng = LabRows(writer), np.random.default_rng(3)
+    for iteration in range(3):
+        key = linear_key(tensor_name=HOSTILE, module=HOSTILE)
+        lab.put("run", key, bf16_bits(rng.normal(size=(32, 64))), Moment(iteration=iteration))
+    writer.close()
+    [series] = open_store(tmp_path / "store" / "run.zarr").find(tensor_name=HOSTILE)
+    with web_page(tmp_path / "store", tmp_path) as web:
+        shown = browse(web)
+        shown.go("tensors/run")
+        assert "1 to 1 of 1" in shown.text()
+        shown.go(f"tensor/run/{quoted(series.path)}")
+        shown.page.wait_for_selector(".errors .chart")
+        assert shown.page.locator(".errors .legend button").all_inner_texts() == ["hifp8", "mxfp8"]
+        shown.page.locator(".errors details summary").click()
+        cells = shown.page.locator(".errors tbody tr").last.locator("td").all_inner_texts()
+        expected = [2, *(series.records[2].errors[label].sqnr_db for label in ("hifp8", "mxfp8"))]
+        assert [float(cell) for cell in cells] == pytest.approx(expected, rel=1e-2)
+        shown.page.get_by_label("number", exact=True).select_option(label="std of log2 of the block scales")
+        shown.settle()
+        assert shown.page.locator("main img").count() == 0
+
+
 def put(rank: Rank, iteration: int, value: float) -> None:
     code = struct.unpack("<I", struct.pack("<f", value))[0] >> 16
     offset = PAGE_NBYTES + 64 * iteration
@@ -343,6 +375,18 @@ def test_a_live_run_its_alert_and_a_daemon_that_dies(
         shown.go("alerts/run")
         cells = shown.page.locator("main tbody tr td").all_inner_texts()
         assert (cells[1], cells[2], cells[3], cells[4]) == ("critical", "<i>nan</i>", "1", "3")
+        # A later alert reaches the page of its tensor, and is marked on the curve that now has its iteration.
+        shown.page.locator("main tbody tr td a").click()
+        shown.page.wait_for_selector(".plot .mark.critical:visible")
+        put(ranks[1], 4, 1.0)
+        put(ranks[1], 5, math.nan)
+        shown.page.wait_for_function(
+            "() => document.querySelectorAll('.plot .mark.critical:not([hidden])').length === 2"
+        )
+        titles = [one.get_attribute("title") for one in shown.page.locator(".plot .mark").all()]
+        assert all(title.startswith("<i>nan</i>: ") for title in titles)
+        left = shown.page.evaluate(MARKS)
+        assert left == pytest.approx([3 / 5, 1.0], abs=0.02)
         made[0].stop(signal.SIGKILL)
         shown.page.wait_for_selector(".banner:visible:has-text('does not answer')")
         made.append(DaemonProcess(store, endpoint, "--config", str(config)))

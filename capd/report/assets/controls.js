@@ -23,9 +23,9 @@ function select(control, changed) {
 
 /**
  * controls: [{ name, label, options: [{ value, text }], value? }]. draw(values by name) → nodes, drawn again after each
- * change; the controls stay, and with them the keyboard's focus.
+ * change; the controls stay, and with them the keyboard's focus. ready(redraw)? is told how to draw again.
  */
-export function chosen(controls, draw) {
+export function chosen(controls, draw, ready = () => {}) {
   const out = el("div", { class: "drawn" });
   const values = Object.fromEntries(controls.map((control) => [control.name, control.value ?? control.options[0]?.value]));
   const redraw = () => out.replaceChildren(...[draw(values)].flat(Infinity).filter(Boolean));
@@ -34,5 +34,6 @@ export function chosen(controls, draw) {
     redraw();
   }));
   redraw();
+  ready(redraw);
   return el("div", { class: "chosen" }, row.length ? el("div", { class: "controls" }, row) : null, out);
 }

@@ -1,13 +1,20 @@
-"""Searches the series of a catalog page by page, in SQL: a run may have more series than a reader has memory for."""
+"""Searches the series of a catalog page by page, in SQL: a run may have more series than a reader has memory for.
+
+Series with errors of formats are no series of tensors. They are found by the tensors that they are of.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from capd.store.catalog.rows import SeriesRow, series_row
+import msgspec
 
-__all__ = ["FIELDS", "count_series", "distinct_values", "find_scalars", "find_series"]
+from capd.store.catalog.rows import SeriesRow, series_row
+from capd.store.format.dtypes import errors_of, stored_type
+from capd.store.format.frames import SeriesHeader
+
+__all__ = ["FIELDS", "count_series", "distinct_values", "find_errors", "find_scalars", "find_series"]
 
 FIELDS = (
     "quant_type", "rank", "layer", "tensor_name", "phase", "layer_type", "operation", "component", "module", "stack",
@@ -16,7 +23,8 @@ FIELDS = (
 
 # The fixed fields of a scalar's key (`capd_client.protocol.scalars`).
 _IS_SCALAR = "quant_type='scalar' AND layer_type='scalar' AND operation='step'"
-_TENSORS = f"records>0 AND NOT ({_IS_SCALAR})"
+_HOLDS_ERRORS = f"dtype LIKE '{errors_of('')}%'"
+_TENSORS = f"records>0 AND NOT ({_IS_SCALAR}) AND NOT {_HOLDS_ERRORS}"
 _SELECT = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series WHERE "
 _MOST_WORDS = 16
 
@@ -61,8 +69,19 @@ def count_series(db: sqlite3.Connection, words: Sequence[str], fields: Mapping[s
 def find_scalars(db: sqlite3.Connection, name: str | None, most: int) -> list[SeriesRow]:
     """Return the series with the key of a scalar, or of the one scalar `name`, by name and rank; `most` at most."""
     where, given = (_IS_SCALAR, ()) if name is None else (f"{_IS_SCALAR} AND tensor_name=?", (name,))
-    rows = db.execute(f"{_SELECT}records>0 AND {where} ORDER BY tensor_name, rank LIMIT ?", (*given, most))
+    rows = db.execute(
+        f"{_SELECT}records>0 AND NOT {_HOLDS_ERRORS} AND {where} ORDER BY tensor_name, rank LIMIT ?",
+        (*given, most),
+    )
     return [series_row(row) for row in rows]
+
+
+def find_errors(db: sqlite3.Connection, header: SeriesHeader, most: int) -> list[SeriesRow]:
+    """Return the series with the errors of formats on the records of a series; `most` of them at most."""
+    key = msgspec.structs.asdict(header.key)
+    where = " AND ".join(("records>0", "dtype=?", *(f"{name} IS ?" for name in key)))
+    given = (errors_of(stored_type(header.dtype).torch), *key.values(), most)
+    return [series_row(row) for row in db.execute(f"{_SELECT}{where} ORDER BY path LIMIT ?", given)]
 
 
 def distinct_values(db: sqlite3.Connection, field: str, most: int) -> list[str | int | None]:

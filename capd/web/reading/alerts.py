@@ -21,8 +21,12 @@ _MAX_FOLLOWED = 200
 _MAX_NBYTES = 1 << 20
 
 
-def newest_alerts(run: Path) -> dict[str, Any]:
+def newest_alerts(run: Path, series: str | None = None) -> dict[str, Any]:
     """Return the newest alerts of a run, the newest first.
+
+    Args:
+        run: The run.
+        series: The path of a series whose alerts are wanted alone.
 
     Returns:
         `alerts`, and `more`: whether there are older ones.
@@ -39,6 +43,8 @@ def newest_alerts(run: Path) -> dict[str, Any]:
         start = max(0, nbytes - _MAX_NBYTES)
         more |= start > 0
         found += read_alerts(path, start).alerts
+    if series is not None:
+        found = [one for one in found if series in (one.series, *one.series_paths)]
     found.sort(key=lambda alert: alert.time_ns, reverse=True)
     return {"alerts": [_plain(one) for one in found[:_MAX_ALERTS]], "more": more or len(found) > _MAX_ALERTS}
 

@@ -17,7 +17,14 @@ from capd.lifecycle.inventory import run_paths
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.place import live_catalog
 from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_every, read_series
-from capd.store.catalog.search import FIELDS, count_series, distinct_values, find_scalars, find_series
+from capd.store.catalog.search import (
+    FIELDS,
+    count_series,
+    distinct_values,
+    find_errors,
+    find_scalars,
+    find_series,
+)
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.documents.headers import sound_row
 from capd.store.documents.zarr_json import run_attributes
@@ -27,6 +34,8 @@ __all__ = ["Found", "RunCatalogs", "Runs", "SeriesPlace"]
 
 _SUFFIX = ".zarr"
 _MOST_VALUES = 500
+# Series of one key differ in what is said of them, as in the lab's sample.
+_MOST_ERROR_SERIES = 16
 _MOST_OFFSET = 1_000_000
 _DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
 
@@ -138,10 +147,21 @@ class RunCatalogs:
             SeriesPlace(node, row)
             for node, db in self._opened()
             for row in read_series(db, path)
-            if row.records
+            if row.records and not row.holds_errors
         ]
         if not found:
             raise NoSuchSeries(f"{self.path.name} has no series {path!r}, or none with records yet")
+        return found
+
+    def errors(self, places: Sequence[SeriesPlace]) -> list[SeriesPlace]:
+        """Return the series with the errors of formats that were measured on some series while capturing."""
+        found = []
+        for place in places:
+            with self._reading(place.node) as db:
+                found += [
+                    SeriesPlace(place.node, row)
+                    for row in find_errors(db, place.row.header, _MOST_ERROR_SERIES)
+                ]
         return found
 
     def scalars(self, name: str | None, most: int) -> list[SeriesPlace]:

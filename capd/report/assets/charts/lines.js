@@ -78,9 +78,9 @@ function seriesOf(line, number, points) {
 /**
  * chart({ label, x: { label, values, show?, whole?, range? }, y: { label, log?, signed?, zero?, show? }, right?, lines }).
  * x.range: of the axis, for charts above each other. signed: the magnitude up to which a logarithmic axis of both signs is linear.
- * lines: [{ label, values, steps?, stems?, filled?, right?, shown?, look? }], values null where there is none.
+ * marks: [{ at, title, kind }]? of the x axis; kind is a class. lines: [{ label, values, steps?, stems?, filled?, right?, shown?, look? }], values null where there is none.
  */
-export function chart({ label, x, y, right, lines, height = HEIGHT }) {
+export function chart({ label, x, y, right, lines, marks = [], height = HEIGHT }) {
   const holder = el("div", { class: "plot", role: "img", "aria-label": say("{0}; the numbers stand in the table below", label) });
   const readout = el("p", { class: "readout", "aria-hidden": "true" }, " ");
   let plot = null;
@@ -92,13 +92,24 @@ export function chart({ label, x, y, right, lines, height = HEIGHT }) {
     readout.textContent = `${(x.show ?? num)(x.values[at])}: ${parts.slice(0, 8).map(([line, value]) => `${line.label} ${num(value)}`).join(" · ")}`;
   }
 
+  const marked = marks.map((mark) => el("i", { class: `mark ${mark.kind}`, title: mark.title }));
+
+  function place(shown) {
+    marked.forEach((node, number) => {
+      const left = shown.valToPos(marks[number].at, "x");
+      node.hidden = !(left >= 0 && left <= shown.over.clientWidth);
+      node.style.left = `${left}px`;
+    });
+  }
+
   function draw(width) {
     const axes = [axisOf(x, "x", 2), axisOf(y, "y", 3, x.range ? COMPARED : 0), ...(right ? [axisOf(right, "right", 1)] : [])];
     const scales = { x: { time: false, range: x.range }, y: { ...distribution(y), range: scaleRange(y) }, ...(right ? { right: { range: scaleRange(right) } } : {}) };
     plot = new uPlot({
-      width, height, scales, axes, legend: { show: false }, cursor: { y: false, points: { size: 7 } }, hooks: { setCursor: [read] },
+      width, height, scales, axes, legend: { show: false }, cursor: { y: false, points: { size: 7 } }, hooks: { setCursor: [read], draw: [place] },
       series: [{}, ...lines.map((line, number) => seriesOf(line, number, x.values.length))],
     }, [x.values, ...lines.map((line) => line.values)], holder);
+    plot.over.append(...marked);
   }
 
   const watching = new ResizeObserver(([entry]) => {

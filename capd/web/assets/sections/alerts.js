@@ -4,6 +4,7 @@ import { el, nothing, section } from "../../report/dom.js";
 import { say } from "../../report/language.js";
 import { alertColumns } from "../../report/sections/alerts.js";
 import { table } from "../../report/tables.js";
+import { alertId } from "../alert.js";
 import { ask } from "../api.js";
 import { placeOf } from "../places.js";
 
@@ -18,14 +19,10 @@ export async function alerts({ runs: [name] }, signal) {
     told(state) {
       const newest = state.alerts?.[name]?.alerts ?? [];
       if (!newest.length || newest[0].time_ns === seen) return;
-      const known = new Set(shown.map(identity));
-      shown = [...newest.filter((one) => !known.has(identity(one))), ...shown];
+      const known = new Set(shown.map(alertId));
+      shown = [...newest.filter((one) => !known.has(alertId(one))), ...shown];
       seen = newest[0].time_ns;
       fill();
     },
   };
-}
-
-function identity(one) {
-  return [one.time_ns, one.rule, one.node, one.rank, one.series].join(" ");
 }

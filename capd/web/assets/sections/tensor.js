@@ -6,28 +6,52 @@ import { el, named, nothing, section } from "../../report/dom.js";
 import { say, word } from "../../report/language.js";
 import { count, drawable, nbytes, num, power } from "../../report/numbers.js";
 import { figure, table } from "../../report/tables.js";
-import { ask } from "../api.js";
+import { alertId } from "../alert.js";
+import { ask, asker } from "../api.js";
 import { joined } from "../charts/joined.js";
 import { map } from "../charts/map.js";
 import { placeOf } from "../places.js";
+import { errors } from "./errors.js";
 import { samples } from "./samples.js";
 
 const STATISTICS = ["absmax", "mean", "std", "min", "max"];
 const FIELDS = { quant_type: word("quant type"), rank: word("rank"), layer: word("layer"), layer_type: word("layer type"), tensor_name: word("tensor"), phase: word("phase"), operation: word("operation"), component: word("component"), module: word("module"), stack: word("stack"), dtype: word("dtype") };
 const SHARES = { above: word("above the largest value"), below: word("below the smallest value"), flushed: word("below the smallest normal value") };
 const MOST_MISSING = 100; // columns of one gap
+const MOST_READS = 10; // again, until a new alert's record is in the catalog
 const LEAST_SHARE = 1e-6; // of a colour: rarer values still have one
 
 export async function tensor({ runs: names, path }, signal) {
-  const [found, listed] = await Promise.all([ask("tensor", { run: names, path }, signal), ask("runs", {}, signal)]);
+  const [found, listed, ...said] = await Promise.all([ask("tensor", { run: names, path }, signal), ask("runs", {}, signal), ...names.map((run) => alertsOf(run, path, signal))]);
   const all = found.runs.filter((one) => !one.problem);
   const missing = found.runs.filter((one) => one.problem);
   const notes = missing.map((one) => nothing(say("{0}: {1}", one.run, one.problem)));
   if (!all.length) return { nodes: notes };
   const first = all[0];
-  return { nodes: [
-    identity(first, names, path, listed.runs), ...notes, curves(all), heat(all), outsideOf(all, found.ranges), samples(first.run, path, signal), numbers(first),
-  ] };
+  const curve = curves(all, said.flat());
+  return {
+    nodes: [identity(first, names, path, listed.runs), ...notes, curve.node, heat(all), outsideOf(all, found.ranges), errors(first.run, path, signal), samples(first.run, path, signal), numbers(first)],
+    told: follower(names, path, curve, asker("tensor", signal)),
+  };
+}
+
+/** The alerts of this tensor. A page without them is better than none. */
+async function alertsOf(run, path, signal) {
+  const found = await ask("alerts", { run, path }, signal).catch(() => ({ alerts: [] }));
+  return found.alerts.map((one) => ({ ...one, run }));
+}
+
+/** Puts alerts that come onto the curve, and reads the numbers again until those of their iteration are there. */
+function follower(names, path, curve, asking) {
+  let reads = 0;
+  return async (state) => {
+    const newest = names.flatMap((run) => (state.alerts?.[run]?.alerts ?? []).map((one) => ({ ...one, run }))).filter((one) => one.series === path || one.series_paths.includes(path));
+    if (curve.add(newest)) reads = MOST_READS;
+    if (!reads) return;
+    reads -= 1;
+    const found = await asking({ run: names, path }).catch(() => undefined);
+    if (found !== undefined && curve.show(found.runs.filter((one) => !one.problem))) reads = 0;
+  };
 }
 
 function identity(one, names, path, listed) {
@@ -43,16 +67,33 @@ function identity(one, names, path, listed) {
     el("div", { class: "side" }, others.length ? el("label", { class: "control" }, `${say("compare with")} `, add) : null, drop));
 }
 
-function curves(all) {
+/** node; add(alerts) → whether one is new; show(runs) → whether the numbers of all alerts are there. */
+function curves(given, said) {
+  let [all, redraw] = [given, () => {}];
+  const alerts = new Map(said.map((one) => [alertId(one), one]));
+  const marks = () => [...alerts.values()].map((one) => ({ at: one.iteration, kind: one.severity, title: `${one.rule}: ${one.text}` }));
   const draw = ({ what, axis }) => {
     const log = axis === "log";
     const { axis: at, values } = joined(all, (one, place) => drawable(one[what][place], log));
     return chart({ label: say(what), x: { label: say("iteration"), values: at, whole: true, show: count }, y: { label: say(what), log },
-      lines: all.map((one, place) => ({ label: one.run, values: values[place] })) });
+      lines: all.map((one, place) => ({ label: one.run, values: values[place] })), marks: marks() });
   };
   const axes = [{ value: "linear", text: say("linear") }, { value: "log", text: say("logarithmic") }];
-  return section(say("Statistics by iteration"), say("From stored statistics. A line breaks where iterations are missing."),
-    chosen([{ name: "what", label: say("statistic"), options: options(STATISTICS, say) }, { name: "axis", label: say("axis"), options: axes }], draw));
+  const node = section(say("Statistics by iteration"), say("From stored statistics. A line breaks where iterations are missing. Dashed: alerts."),
+    chosen([{ name: "what", label: say("statistic"), options: options(STATISTICS, say) }, { name: "axis", label: say("axis"), options: axes }], draw, (again) => { redraw = again; }));
+  return {
+    node,
+    add(more) {
+      const fresh = more.filter((one) => !alerts.has(alertId(one)));
+      for (const one of fresh) alerts.set(alertId(one), one);
+      if (fresh.length) redraw();
+      return fresh.length > 0;
+    },
+    show(runs) {
+      if (runs.length) { all = runs; redraw(); }
+      return [...alerts.values()].every((alert) => all.some((one) => one.run === alert.run && one.iteration.at(-1) >= alert.iteration));
+    },
+  };
 }
 
 function heat(all) {
