@@ -27,7 +27,8 @@ _PLAIN = re.compile(r"[\w.,:=/#*+@%-]+")
 _MOST = 1000
 # As `capd_client.protocol.scalars.scalar_key`, which takes the time to import msgspec.
 _SCALARS = "(quant_type = 'scalar' AND layer_type = 'scalar' AND operation = 'step')"
-_TENSORS = f"NOT {_SCALARS}"
+# As `capd.store.catalog.rows.NO_ERRORS`, for the same reason.
+_TENSORS = f"NOT {_SCALARS} AND dtype NOT LIKE 'errors:%'"
 
 
 def _offered(find: Find) -> Complete:

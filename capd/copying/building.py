@@ -49,7 +49,7 @@ class Building:
         """Check every byte of the run, and give it its name.
 
         Args:
-            records: The records that it must have; None for a copy of files.
+            records: The records that it must have, errors of formats among them; None for a copy of files.
 
         Raises:
             StoreError: The run is damaged, or the name was taken in the meantime.
@@ -60,10 +60,11 @@ class Building:
             raise StoreError(
                 f"the copy is damaged: {report.damaged[0]}; check the source with `capd verify`, and the disk"
             )
-        if records is not None and report.records != records:
+        held = report.records + report.error_records
+        if records is not None and held != records:
             # Records whose client is unknown, because their shard lost a COMMIT, cannot be told apart after a kill.
             raise StoreError(
-                f"the copy holds {report.records} records, not the {records} of its source; delete {self.root}, "
+                f"the copy holds {held} records, not the {records} of its source; delete {self.root}, "
                 "and give the command again"
             )
         failpoint("copy.after_verify")

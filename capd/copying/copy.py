@@ -59,10 +59,17 @@ class CopyOptions:
             NothingMatched: There are none.
         """
         iterations = Ranges(self.iterations)
+        everything = store.everything(self.attempt)
+        named = [one for one in everything if any(fnmatchcase(one.path, glob) for glob in self.series)]
+        # The errors of formats on records go with them.
+        owners = {(one.key, one.dtype) for one in named if one.kept != "errors"}
+        paths = {one.path for one in named}
         found = [
             Excerpt.of(one, None if self.iterations == "all" else iterations)
-            for one in store.everything(self.attempt)
-            if not self.series or any(fnmatchcase(one.path, glob) for glob in self.series)
+            for one in everything
+            if not self.series
+            or one.path in paths
+            or (one.kept == "errors" and (one.key, one.dtype) in owners)
         ]
         found = [part for part in found if part.records]
         if not found:

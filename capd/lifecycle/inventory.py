@@ -20,10 +20,9 @@ from capd.store.catalog.opening import DamagedCatalog, connect_read_only
 from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
-from capd.store.catalog.totals import iterations_in, log_and_catalog_nbytes, quant_types_in
+from capd.store.catalog.totals import iterations_in, log_and_catalog_nbytes, quant_types_in, sums_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.disk.run_lock import is_written
-from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.documents.remote_state import read_remote_state
 from capd.store.documents.tombstone import tombstone_in
 from capd.store.documents.zarr_json import run_attributes
@@ -163,16 +162,15 @@ def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
     with contextlib.suppress(FileNotFoundError):
         facts.ended_s = max(facts.ended_s, catalog.stat().st_mtime)
     with contextlib.closing(connect_read_only(catalog)) as db:
-        records, raw, stored = db.execute(
-            "SELECT TOTAL(records), TOTAL(raw_bytes), TOTAL(stored_bytes) FROM series"
-        ).fetchone()
-        if not all(0 <= total <= MAX_LENGTH for total in (records, raw, stored)):
+        try:
+            held = sums_in(db)
+        except sqlite3.DatabaseError as error:
             raise DamagedCatalog(
-                f"the totals in {catalog} are not valid; `capd verify --rebuild-catalog` rebuilds it"
-            )
-        facts.records += int(records)
-        facts.raw_bytes += int(raw)
-        facts.stored_bytes += int(stored)
+                f"{catalog} is damaged: {error}; `capd verify --rebuild-catalog` rebuilds it"
+            ) from error
+        facts.records += held.records
+        facts.raw_bytes += held.raw_bytes
+        facts.stored_bytes += held.stored_bytes
         facts.add_captured(quant_types_in(db), iterations_in(db))
         # What cannot be read stops an upload and a removal, but no list.
         with contextlib.suppress(NotAStore):

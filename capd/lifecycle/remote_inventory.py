@@ -50,7 +50,7 @@ def _add(facts: RunSummary, manifests: list[Manifest]) -> None:
     facts.ended_s = max(one.written_ns for one in manifests) / 1e9
     facts.nodes = sorted(one.node for one in manifests)
     for one in manifests:
-        facts.records += sum(segment.rows for segment in one.records)
+        facts.records += sum(segment.rows for segment in one.records) - one.error_records
         facts.raw_bytes += one.raw_bytes
         facts.stored_bytes += one.stored_bytes
         # The segments are what the catalog is on a disk.

@@ -11,6 +11,7 @@ from capd.errors import CapdError, ObjectStoreError
 from capd.store.alerts.file import alerts_path, whole_lines
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME
+from capd.store.catalog.totals import Held, sums_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd.store.documents.remote_state import RemoteState, read_remote_state
 from capd.store.objects.address import parse_address
@@ -85,8 +86,9 @@ def unsynced(run: Path) -> list[Unsynced]:
 
 def _unsynced_of(run: Path, node: str) -> Unsynced | None:
     directory = node_directory(run, node)
-    records, raw, stored = _local(directory)
-    if not records:
+    held = _local(directory)
+    records, raw = held.records, held.raw_bytes
+    if not held.rows:
         return None
     state = read_remote_state(directory)
     if state is None:
@@ -97,11 +99,16 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
         return Unsynced(node, state.to, records, raw, str(error))
     if manifest is None:
         return Unsynced(node, state.to, records, raw)
-    there = sum(segment.rows for segment in manifest.records)
-    # A manifest that is complete has one segment, whose rows are the records of the run.
+    # A manifest that is complete has one segment, whose rows are the records of the run, and the errors of formats.
+    there = sum(segment.rows for segment in manifest.records) - manifest.error_records
     is_sealed = not any((directory / "spool").glob("*"))
-    same = (there, manifest.raw_bytes, manifest.stored_bytes) == (records, raw, stored)
-    if manifest.is_complete and is_sealed and same:
+    uploaded = Held(
+        there,
+        error_records=manifest.error_records,
+        raw_bytes=manifest.raw_bytes,
+        stored_bytes=manifest.stored_bytes,
+    )
+    if manifest.is_complete and is_sealed and uploaded == held:
         if not alerts_change(manifest.alerts, whole_lines(alerts_path(run, node))):
             return None
         return Unsynced(node, state.to, 0, 0, f"the newest alerts are not at {state.to}")
@@ -113,9 +120,10 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
 def _damaged_of(run: Path, node: str) -> Unsynced | None:
     """Return a part whose manifest is complete, but names objects that are not there."""
     directory = node_directory(run, node)
-    records, raw, _ = _local(directory)
+    held = _local(directory)
+    records, raw = held.records, held.raw_bytes
     state = read_remote_state(directory)
-    if not records or state is None:
+    if not held.rows or state is None:
         return None
     try:
         report = verify_remote(parse_address(state.to), listing=True)
@@ -131,19 +139,16 @@ def _damaged_of(run: Path, node: str) -> Unsynced | None:
     return Unsynced(node, state.to, records, raw, what)
 
 
-def _local(directory: Path) -> tuple[int, int, int]:
-    """Return the records of a node with their raw and stored bytes; zeros without a catalog."""
+def _local(directory: Path) -> Held:
+    """Return the totals of a node; zeros without a catalog."""
     catalog = directory / CATALOG_NAME
     if not catalog.is_file():
-        return 0, 0, 0
+        return Held()
     with contextlib.closing(connect_read_only(catalog)) as database:
         try:
-            found = database.execute(
-                "SELECT TOTAL(records), TOTAL(raw_bytes), TOTAL(stored_bytes) FROM series"
-            ).fetchone()
+            return sums_in(database)
         except sqlite3.DatabaseError as error:
             raise ObjectStoreError(f"the catalog {catalog} is damaged: {error}") from error
-    return int(found[0]), int(found[1]), int(found[2])
 
 
 def _manifest_of(state: RemoteState, node: str) -> Manifest | None:

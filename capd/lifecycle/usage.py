@@ -28,7 +28,7 @@ class Usage:
 
     Attributes:
         series: Their number.
-        records: Their records.
+        records: Their records. Errors of formats count as stored bytes and files alone, as in `Held`.
         raw_bytes: The bytes of the records before encoding.
         stored_bytes: The bytes of the encoded payloads and frames on this disk; of a run with its logs and catalogs.
         files: Their files: shards and documents; of a run with those of its nodes.
@@ -80,7 +80,10 @@ def _of_series(facts: RunFacts, node: NodeView, row: SeriesRow) -> Usage:
     moved = 0
     if facts.moved_bytes and (numbers := [n for part in moved_records(facts.path, row) for n in part]):
         moved = node.stored_nbytes(row.header.path, numbers)
-    return Usage(1, row.records, row.raw_bytes, row.stored_bytes - moved, files, moved_bytes=moved)
+    stored = row.stored_bytes - moved
+    if row.holds_errors:
+        return Usage(stored_bytes=stored, files=files, moved_bytes=moved)
+    return Usage(1, row.records, row.raw_bytes, stored, files, moved_bytes=moved)
 
 
 def _of_run(facts: RunFacts, series: Iterable[Usage]) -> Usage:

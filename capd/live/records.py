@@ -12,10 +12,9 @@ from pathlib import Path
 from capd.errors import CapdError
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.place import live_catalog
-from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_records, series_row
+from capd.store.catalog.rows import CATALOG_NAME, NO_ERRORS, SeriesRow, read_records, series_row
 from capd.store.disk.layout import node_directory
 from capd.store.documents.headers import sound_row
-from capd.store.format.dtypes import errors_of
 from capd.store.format.frames import RecordRow
 from capd.store.format.statistics import Stats, public
 from capd_client.protocol.key import Key, Moment
@@ -33,8 +32,7 @@ _SHARE = 20.0
 _SETTLED_NS = 100_000_000
 _DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, ArithmeticError, RecursionError)
 _PROBLEMS = (CapdError, OSError, *_DAMAGE)
-_ERRORS = errors_of("")
-_SELECT_COUNTS = "SELECT id, records FROM series WHERE substr(dtype, 1, ?) <> ?"
+_SELECT_COUNTS = f"SELECT id, records FROM series WHERE {NO_ERRORS}"  # noqa: S608 - a constant
 _SELECT = (
     "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series WHERE id=?"
 )
@@ -161,7 +159,7 @@ class NewestRecords:
     def _new_in(self, db: sqlite3.Connection) -> tuple[int, list[NewRecord]]:
         """Return the number of records that are new, and those of them that may be listed."""
         before = self._counts or {}
-        counts: dict[int, int] = dict(db.execute(_SELECT_COUNTS, (len(_ERRORS), _ERRORS)))
+        counts: dict[int, int] = dict(db.execute(_SELECT_COUNTS))
         if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
             raise ValueError("the catalog's counts are not valid")
         held = before.get

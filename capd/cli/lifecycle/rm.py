@@ -51,8 +51,9 @@ def rm(
     A run that is being uploaded, but is not wholly in its object store, is refused without --force-unsynced. The
     objects of an uploaded run stay where they are.
 
-    --series matches paths as `capd ls` prints them, or their ends. The run must be sealed. Its captures then count as
-    never acknowledged, and readers say when and by whom the series were removed.
+    --series matches paths as `capd ls` prints them, or their ends. Errors of formats that were measured while capturing
+    go with their series. The run must be sealed. Its captures then count as never acknowledged, and readers say when
+    and by whom the series were removed.
 
     \b
     Examples:
@@ -223,10 +224,12 @@ def _remove_series(run: Path, globs: list[str], *, yes: bool, no_trash: bool, as
 
 
 def _matching(run: Path, globs: list[str]) -> set[str]:
-    """Return the paths that the globs match. Raises NothingMatched for a glob without any."""
+    """Return the paths that the globs match, with those of their errors of formats. Raises NothingMatched for a glob without any."""
+    from capd.store.measured.error_rows import of_errors
     from capd.store.read.store import open_store
 
-    known = [path for node in open_store(run).nodes for path in node.series]
+    nodes = open_store(run).nodes
+    known = [path for node in nodes for path in node.series]
     found: set[str] = set()
     for glob in globs:
         hits = {
@@ -237,4 +240,6 @@ def _matching(run: Path, globs: list[str]) -> set[str]:
                 f"no series of {run} matches {glob!r}, nothing removed; `capd ls {run}` lists them"
             )
         found |= hits
-    return found
+    return found | {
+        path for node in nodes for path in of_errors(node, (one for one in found if one in node.series))
+    }

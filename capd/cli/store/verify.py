@@ -282,9 +282,13 @@ def _print(reports: list[Report]) -> None:
         print_lines(
             [
                 f"{report.run.name}: {verdict}; {human_count(report.series)} series, "
-                f"{human_count(report.records, 'record')}, {human_nbytes(report.nbytes)} checked"
+                f"{human_count(report.records, 'record')}{_errors(report)}, {human_nbytes(report.nbytes)} checked"
             ]
         )
+
+
+def _errors(report: Report) -> str:
+    return f", errors of {human_count(report.error_records, 'record')}" if report.error_records else ""
 
 
 def _repair_lines(done: Repair) -> Iterator[str]:
@@ -318,6 +322,7 @@ def _plain(reports: list[Report], changed: list[dict[str, str]], repaired: list[
         "runs": [str(report.run) for report in reports],
         "series": sum(report.series for report in reports),
         "records": sum(report.records for report in reports),
+        "error_records": sum(report.error_records for report in reports),
         "bytes": sum(report.nbytes for report in reports),
         "moved_shards": sum(report.moved.total() for report in reports),
         "damaged": damaged,

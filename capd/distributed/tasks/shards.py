@@ -35,6 +35,7 @@ class _CheckTask(NamedTuple):
 
 class _Findings(NamedTuple):
     records: int
+    error_records: int
     nbytes: int
     damaged: list[Damage]
     notes: list[str]
@@ -61,13 +62,15 @@ def _findings(run: _RunHere, path: str, number: int) -> _Findings:
         report.find("shard", run.path / path, f"shard {number} is gone", series=path)
     if promise is not None and (differs := run.difference(promise.header, number)) is not None:
         report.damaged.append(differs)
-    return _Findings(report.records, report.nbytes, report.damaged, report.notes)
+    return _Findings(report.records, report.error_records, report.nbytes, report.damaged, report.notes)
 
 
 def reports_of(found: bytes, run: Path) -> list[Report]:
     """Return what `run_checks` found in each shard. Raises Damaged if it is nothing of that."""
     findings: list[_Findings] = unpack(found, list[_Findings])
-    return [Report(run, 0, one.records, one.nbytes, one.damaged, one.notes) for one in findings]
+    return [
+        Report(run, 0, one.records, one.error_records, one.nbytes, one.damaged, one.notes) for one in findings
+    ]
 
 
 class _RunHere:

@@ -165,21 +165,29 @@ class Lab(threading.Thread):
         """Measure until `stop`."""
         try:
             while (copy := self._next()) is not None:
-                outcome = self._measured(copy)
-                self.memory.give(copy.slot)
-                if outcome is not None:
-                    self.figures.count(outcome)
+                outcome: str | None = "failed"
+                try:
+                    outcome = self._measured(copy)
+                finally:
+                    self.memory.give(copy.slot)
+                    if outcome is not None:
+                        self.figures.count(outcome)
             self._write_rows()
         except Exception:
-            # Captures go on. What follows finds no memory, and is counted.
+            # Captures go on. What follows is counted as stopped.
             self._problem = "the thread of the lab has failed; the log says why"
             logger.exception("[lab] nothing is measured any more")
         finally:
             if self._process is not None:
                 self._process.close()
             with self._changed:
-                left = len(self._queue)
+                # Nobody takes from the queue any more.
+                self._until = self._clock() if self._until is None else self._until
+                copies = list(self._queue)
                 self._queue.clear()
+            for copy in copies:
+                self.memory.give(copy.slot)
+            left = len(copies) + sum(map(len, self._rows.values()))
             self.figures.count("stopped", left)
             if left:
                 logger.warning("[lab] the daemon stopped before %d records were measured", left)

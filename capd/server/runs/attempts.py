@@ -22,6 +22,7 @@ from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
+from capd.store.catalog.totals import sums_in
 from capd.store.disk.layout import node_directory, nodes_of
 from capd_client.protocol.messages import Hello
 
@@ -123,7 +124,7 @@ def read_beside(run: Path, node: str) -> Beside:
         try:
             with contextlib.closing(connect_read_only(catalog)) as db:
                 found.members += map(Member.of_row, read_sessions(db))
-                found.records += int(db.execute("SELECT TOTAL(records) FROM series").fetchone()[0])
+                found.records += sums_in(db).records
         except (CapdError, OSError, sqlite3.Error) as error:
             logger.warning("the attempts of node %s are not known: %s", name, error)
     return found

@@ -19,6 +19,7 @@ from capd_client.protocol.scalars import DTYPE, is_scalar
 
 __all__ = [
     "CATALOG_NAME",
+    "NO_ERRORS",
     "LedgerRow",
     "SeriesRow",
     "SessionRow",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 CATALOG_NAME = "catalog.sqlite"
+NO_ERRORS = "dtype NOT LIKE 'errors:%'"
+"""The condition, in SQL, that a series holds no errors of formats (`is_errors`)."""
 H = TypeVar("H", RecordHead, RecordRow)
 
 

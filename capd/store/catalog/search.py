@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from capd.store.catalog.rows import SeriesRow, series_row
+from capd.store.catalog.rows import NO_ERRORS, SeriesRow, series_row
 from capd.store.format.dtypes import errors_of, stored_type
 from capd.store.format.frames import SeriesHeader
 
@@ -23,8 +23,7 @@ FIELDS = (
 
 # The fixed fields of a scalar's key (`capd_client.protocol.scalars`).
 _IS_SCALAR = "quant_type='scalar' AND layer_type='scalar' AND operation='step'"
-_HOLDS_ERRORS = f"dtype LIKE '{errors_of('')}%'"
-_TENSORS = f"records>0 AND NOT ({_IS_SCALAR}) AND NOT {_HOLDS_ERRORS}"
+_TENSORS = f"records>0 AND NOT ({_IS_SCALAR}) AND {NO_ERRORS}"
 _SELECT = "SELECT id, header, records, sealed, sealing, max_shape, raw_bytes, stored_bytes FROM series WHERE "
 _MOST_WORDS = 16
 
@@ -70,7 +69,7 @@ def find_scalars(db: sqlite3.Connection, name: str | None, most: int) -> list[Se
     """Return the series with the key of a scalar, or of the one scalar `name`, by name and rank; `most` at most."""
     where, given = (_IS_SCALAR, ()) if name is None else (f"{_IS_SCALAR} AND tensor_name=?", (name,))
     rows = db.execute(
-        f"{_SELECT}records>0 AND NOT {_HOLDS_ERRORS} AND {where} ORDER BY tensor_name, rank LIMIT ?",
+        f"{_SELECT}records>0 AND {NO_ERRORS} AND {where} ORDER BY tensor_name, rank LIMIT ?",
         (*given, most),
     )
     return [series_row(row) for row in rows]

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, head_of
+from capd.store.catalog.rows import CATALOG_NAME, NO_ERRORS, SeriesRow, head_of
+from capd.store.documents.json_document import MAX_LENGTH
 from capd.store.format.dtypes import is_errors, is_statistics
 from capd.store.format.log_places import LOG_GLOB
 
-__all__ = ["Held", "held_by", "iterations_in", "log_and_catalog_nbytes", "quant_types_in"]
+__all__ = ["Held", "held_by", "iterations_in", "log_and_catalog_nbytes", "quant_types_in", "sums_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,23 @@ def held_by(rows: Iterable[SeriesRow]) -> Held:
         raw_bytes=sum(row.raw_bytes for row in rows),
         stored_bytes=sum(row.stored_bytes for row in everything),
     )
+
+
+def sums_in(database: sqlite3.Connection) -> Held:
+    """Return the totals of a catalog by a query, without a look at single series: only `scalar_records` and
+    `statistics_records` are not counted.
+
+    Raises:
+        sqlite3.DatabaseError: The catalog is damaged.
+    """
+    found = database.execute(
+        f"SELECT TOTAL(records * ({NO_ERRORS})), TOTAL(records * NOT ({NO_ERRORS})), "  # noqa: S608 - a constant
+        f"TOTAL(raw_bytes * ({NO_ERRORS})), TOTAL(stored_bytes) FROM series"
+    ).fetchone()
+    if not all(0 <= total <= MAX_LENGTH for total in found):
+        raise sqlite3.DatabaseError("the totals in it are not valid")
+    records, errors, raw, stored = map(int, found)
+    return Held(records, error_records=errors, raw_bytes=raw, stored_bytes=stored)
 
 
 def log_and_catalog_nbytes(spool: Path) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from capd.store.format.dtypes import stored_type
 from capd.store.format.frames import SeriesHeader
 from capd_client.protocol.key import Key, Moment
 
-__all__ = ["ErrorRows", "error_series"]
+__all__ = ["ErrorRows", "error_series", "of_errors"]
 
 
 class SeriesHolder(Protocol):
@@ -54,8 +54,28 @@ def error_series(node: SeriesHolder, header: SeriesHeader) -> list[SeriesRow]:
         found = _by_key[node] = defaultdict(list)
         for row in node.series.values():
             if row.holds_errors and row.records:
-                found[row.header.key, stored_type(row.header.dtype).torch].append(row)
-    return found.get((header.key, stored_type(header.dtype).torch), [])
+                found[_owner(row.header)].append(row)
+    return found.get(_owner(header), [])
+
+
+def of_errors(node: SeriesHolder, paths: Iterable[str]) -> set[str]:
+    """Return the paths of the series with errors of the records of some series, of tensors or of statistics.
+
+    The errors of a key belong to all its series of one dtype: they stay until the last of these is among `paths`.
+    """
+    gone = set(paths)
+    kept = {_owner(row.header) for path, row in node.series.items() if path not in gone and row.holds_tensors}
+    headers = [node.series[path].header for path in gone]
+    return {
+        row.header.path
+        for header in headers
+        if _owner(header) not in kept
+        for row in error_series(node, header)
+    }
+
+
+def _owner(header: SeriesHeader) -> tuple[Key, str]:
+    return header.key, stored_type(header.dtype).torch
 
 
 class ErrorRows:

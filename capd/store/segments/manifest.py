@@ -61,8 +61,9 @@ class Manifest(msgspec.Struct, kw_only=True):
         series: The segment with all series.
         records: The segments with all records, in order.
         sessions: The counters of the ranks, in the order of the catalog.
-        raw_bytes: The sum over the series.
+        raw_bytes: The sum over the series, without those with errors of formats.
         stored_bytes: The sum over the series.
+        error_records: The errors of formats among the rows of the segments.
         first_iteration: The first iteration of its records; None without records.
         last_iteration: The last iteration of its records.
         quant_types: The quant types of its tensors, in order.
@@ -91,6 +92,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     objects: Count
     object_bytes: Count
     alerts: Segment | None = None
+    error_records: Count = 0
 
     @property
     def segments(self) -> list[Segment]:

@@ -11,6 +11,7 @@ from typing import Any
 from capd._version import __version__
 from capd.errors import ObjectStoreError
 from capd.store.catalog.rows import SessionRow
+from capd.store.catalog.totals import held_by
 from capd.store.disk.failpoints import failpoint
 from capd.store.documents.remote_state import RemoteState
 from capd.store.format.codecs import crc32c
@@ -137,6 +138,7 @@ def _manifest(what: Publication, state: RemoteState, series: Segment, alerts: Se
     objects = [*(shard.nbytes for entry in what.entries for shard in entry.shards),
                *(one.nbytes for entry in what.entries for one in entry.documents)]  # fmt: skip
     span = iterations_of(what.records.footers.values())
+    held = held_by(entry.row for entry in what.entries)
     return Manifest(
         capd=__version__,
         run_id=str(what.attributes.get("run_id", what.run.stem)),
@@ -149,8 +151,9 @@ def _manifest(what: Publication, state: RemoteState, series: Segment, alerts: Se
         series=series,
         records=what.records.segments,
         sessions=what.sessions,
-        raw_bytes=sum(entry.row.raw_bytes for entry in what.entries),
-        stored_bytes=sum(entry.row.stored_bytes for entry in what.entries),
+        raw_bytes=held.raw_bytes,
+        stored_bytes=held.stored_bytes,
+        error_records=held.error_records,
         first_iteration=None if span is None else span[0],
         last_iteration=None if span is None else span[1],
         quant_types=quant_types_of(what.entries),

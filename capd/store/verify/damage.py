@@ -53,7 +53,8 @@ class Report:
     Attributes:
         run: The directory of the run.
         series: The number of series.
-        records: The number of records found.
+        records: The number of records found, without errors of formats.
+        error_records: The number of errors of formats on records that were found.
         nbytes: The bytes read and checked.
         damaged: The damage.
         notes: What is odd, but no damage.
@@ -63,6 +64,7 @@ class Report:
     run: RunPlace
     series: int = 0
     records: int = 0
+    error_records: int = 0
     nbytes: int = 0
     damaged: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -76,6 +78,7 @@ class Report:
     def add(self, part: Report) -> None:
         """Add the findings in a part of the run."""
         self.records += part.records
+        self.error_records += part.error_records
         self.nbytes += part.nbytes
         self.damaged += part.damaged
         self.notes += part.notes

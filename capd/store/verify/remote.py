@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from capd.errors import NotAStore, ObjectStoreError
+from capd.store.catalog.totals import held_by
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Head
 from capd.store.remote.node import RemoteNode
@@ -58,7 +59,8 @@ def verify_remote(
     report.damaged += _differences(named, heads)
     if listing:
         report.series = sum(len(node.entries) for node in nodes)
-        report.records = sum(entry.row.records for node in nodes for entry in node.entries.values())
+        held = held_by(entry.row for node in nodes for entry in node.entries.values())
+        report.records, report.error_records = held.records, held.error_records
         return report
     # Missing objects are damage already; the check of their series names the records.
     there = [one for one in named if one.key in heads]
@@ -95,7 +97,8 @@ def _check_files(
         what = str(error).replace(str(files.path), str(report.run))
         report.damaged.append(Damage("run", "", (), "zarr.json", None, what))
         return
-    report.series, report.records, report.nbytes = checked.series, checked.records, checked.nbytes
+    report.series, report.nbytes = checked.series, checked.nbytes
+    report.records, report.error_records = checked.records, checked.error_records
     report.damaged += checked.damaged
     report.notes += checked.notes
 

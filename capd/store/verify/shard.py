@@ -14,7 +14,7 @@ import msgspec
 from capd.errors import DamagedRecord
 from capd.store.catalog.sums import Slice, read_slice
 from capd.store.disk.layout import partial_path, shard_path
-from capd.store.format.dtypes import stored_shape
+from capd.store.format.dtypes import is_errors, stored_shape
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow
 from capd.store.format.ranges import RangeSet
 from capd.store.scan.moved_shard import moved_shard
@@ -60,7 +60,11 @@ class _ShardCheck:
         for file in (open_file, sealed):
             rows |= {} if file is None or file.is_foreign else file.rows
         nameless = self._nameless(sealed)
-        self.out.records = len(rows.keys() | nameless)
+        found = len(rows.keys() | nameless)
+        if is_errors(self._promise.header.dtype):
+            self.out.error_records = found
+        else:
+            self.out.records = found
         # The catalog must have all records of a moved shard.
         nameless |= set(self._range if moved else ())
         self._check_columns(sealed)

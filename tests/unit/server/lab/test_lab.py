@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -106,3 +107,29 @@ def test_an_empty_tensor_is_measured_too(lab: Lab) -> None:
     copy = lab.take(job(np.zeros((0, 32), np.uint16)))
     assert copy is not None
     assert copy.nbytes == 0
+
+
+def test_a_record_that_came_in_parts_is_counted(lab: Lab) -> None:
+    whole = job(np.zeros((4, 4), np.uint16))
+    # A whole record that came in parts is read from a file.
+    in_file = dataclasses.replace(whole, data=object())  # type: ignore[arg-type]
+    assert lab.take(in_file) is None
+    assert outcomes(lab) == {"in_parts": 1}
+
+
+def test_an_error_in_the_thread_loses_no_count(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.zeros((4, 4), np.uint16)
+    copies = [copy for _ in range(4) if (copy := lab.take(job(values))) is not None]
+    for copy in copies[:3]:
+        copy.settle(committed=True)
+
+    def fail(_copy: RecordCopy) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(lab, "_next", lambda: lab._queue.popleft())
+    monkeypatch.setattr(lab, "_measured", fail)
+    lab.run()
+    copies[3].settle(committed=True)
+    assert outcomes(lab) == {"failed": 1, "stopped": 3}
+    # All of the memory came back.
+    assert lab.memory.take(lab.memory.nbytes) is not None
