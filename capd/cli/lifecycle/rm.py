@@ -224,7 +224,11 @@ def _remove_series(run: Path, globs: list[str], *, yes: bool, no_trash: bool, as
 
 
 def _matching(run: Path, globs: list[str]) -> set[str]:
-    """Return the paths that the globs match, with those of their errors of formats. Raises NothingMatched for a glob without any."""
+    """Return the paths that the globs match, with those of their errors of formats.
+
+    Raises:
+        NothingMatched: A glob matches none.
+    """
     from capd.store.measured.error_rows import of_errors
     from capd.store.read.store import open_store
 

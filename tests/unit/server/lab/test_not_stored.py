@@ -30,8 +30,8 @@ def test_rows_that_the_disk_refuses_are_counted_and_harm_neither_records_nor_lat
         values = values_of(0, step)
         sequence = writer.put(key, "float32", values, iteration=step)
         writer.measure([sequence], key=key, values=values, iteration=step)
-    counted = writer.figures.read().records
     writer.close()
+    counted = writer.figures.read().records
     assert (counted["measured"], counted["not_stored"]) == (2, 1)
     store = capd.open(writer.run)
     assert store.totals().records == 3
