@@ -47,8 +47,10 @@ class MeasuredWriter(Writer):
                 lambda _copy, _committed: None,
             )  # fmt: skip
             rows.append((copy, pack_row(StoredErrors(CLIENT, sequence, errors, problems))))
-        self.errors.write(self.run_id, rows)
         self.flush()
+        self.errors.write(self.run_id, rows)
+        # The rows before it are written and counted.
+        self.pipeline.post(self.run_id, lambda _: None).result(timeout=60)
 
 
 def values_of(layer: int, step: int) -> np.ndarray:  # type: ignore[type-arg]
