@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from capd.cli.daemon_client import connect
 
 import capd_client
 from benchmarks.kit.common import daemon, keep_freed_memory, machine, percentile, report, spread
 from benchmarks.training_overhead import ARENA_NBYTES, VOCABULARY, own_client, wait_until_acknowledged
-from capd.cli.daemon_client import connect
 
 STEP_MUST, ACK_MUST = 1.02, 1.10
 SEQUENCE = 128

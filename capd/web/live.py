@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from capd.live.alerts import NewestAlerts
 from capd.live.records import NewestRecords, NewRecord
 from capd.live.sampler import Sampler
 from capd.live.state import LiveSample, RunState
 from capd.store.format.dtypes import is_statistics, stored_type
 from capd.strict_json import strict_json
-from capd.web.reading.alerts import FollowedAlerts
+from capd.web.reading.alerts import live_alerts
 from capd.web.reading.catalogs import Runs
 
 __all__ = ["LiveView"]
@@ -37,7 +38,7 @@ class LiveView:
         """
         self._runs, self._sampler = runs, Sampler(endpoint)
         self._followed: dict[tuple[Path, str], NewestRecords] = {}
-        self._alerts: dict[Path, FollowedAlerts] = {}
+        self._alerts: dict[Path, NewestAlerts] = {}
 
     def sample(self) -> str:
         """Return the state as one line of JSON. Without a daemon it has the last values and the problem."""
@@ -50,7 +51,7 @@ class LiveView:
             "silent_s": found.silent_s,
             "node": None if found.node is None or not shown else self._node(found, shown),
             "newest": self._newest(found, shown),
-            "alerts": {_name(run): self._alerts_of(Path(run.path)).look() for run in _followed(shown)},
+            "alerts": {_name(run): live_alerts(self._alerts_of(Path(run.path))) for run in _followed(shown)},
             "events": [
                 {**asdict(event), "time_ns": str(event.time_ns)}
                 for event in self._sampler.events[-_MAX_EVENTS:]
@@ -81,12 +82,12 @@ class LiveView:
         ]  # fmt: skip
         return plain
 
-    def _alerts_of(self, run: Path) -> FollowedAlerts:
+    def _alerts_of(self, run: Path) -> NewestAlerts:
         found = self._alerts.get(run)
         if found is None:
             while len(self._alerts) >= _MAX_FOLLOWED:
                 del self._alerts[next(iter(self._alerts))]
-            found = self._alerts[run] = FollowedAlerts(run)
+            found = self._alerts[run] = NewestAlerts(run)
         return found
 
     def _newest(self, found: LiveSample, shown: list[RunState]) -> dict[str, Any]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from capd.errors import CapdError
+from capd.live.alerts import NewestAlerts
 from capd.store.alerts.alert import Alert
-from capd.store.alerts.file import AlertFollower, alerts_path, read_alerts
+from capd.store.alerts.file import alerts_path, read_alerts
 from capd.store.disk.layout import nodes_of
 
-__all__ = ["FollowedAlerts", "newest_alerts"]
+__all__ = ["live_alerts", "newest_alerts"]
 
 _MAX_ALERTS = 1000
-_MAX_FOLLOWED = 200
 # Of the file of each node, from its end.
 _MAX_NBYTES = 1 << 20
 
@@ -49,24 +47,14 @@ def newest_alerts(run: Path, series: str | None = None) -> dict[str, Any]:
     return {"alerts": [_plain(one) for one in found[:_MAX_ALERTS]], "more": more or len(found) > _MAX_ALERTS}
 
 
-class FollowedAlerts:
-    """The alerts of a live run, the newest of them kept."""
-
-    def __init__(self, run: Path) -> None:
-        self._follower = AlertFollower(run)
-        self._newest: deque[dict[str, Any]] = deque(maxlen=_MAX_FOLLOWED)
-        self._total = 0
-
-    def look(self) -> dict[str, Any]:
-        """Read what is new. Return the newest alerts, the newest first, and the number of all."""
-        problem = ""
-        try:
-            for alert in self._follower.new():
-                self._newest.append(_plain(alert))
-                self._total += 1
-        except (CapdError, OSError) as error:
-            problem = str(error)
-        return {"alerts": list(reversed(self._newest)), "total": self._total, "problem": problem}
+def live_alerts(followed: NewestAlerts) -> dict[str, Any]:
+    """Return the newest alerts of a live run after one more look, the newest first, and the number of all."""
+    followed.look()
+    return {
+        "alerts": [_plain(one) for one in reversed(followed.newest)],
+        "total": followed.counts.total(),
+        "problem": followed.problem,
+    }
 
 
 def _plain(alert: Alert) -> dict[str, Any]:
