@@ -1,7 +1,7 @@
 """The settings of the daemon, each value with its origin.
 
 The order is flag > environment > capd.toml > default. The file is named by `--config`, else by CAPD_CONFIG. Otherwise
-`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]`, `[lab]`, `[retention]` and
+`./capd.toml` is used if it exists. Its tables `[daemon]`, `[quota]`, `[upload]`, `[lab]`, `[window]`, `[retention]` and
 `[[trigger]]` belong to the daemon. Its other keys belong to the training job, which reads the same file
 (`capd_client.config.settings`). Every daemon setting is also the environment variable `CAPD_<FIELD IN CAPITALS>`.
 `[retention]` and `[[trigger]]` are read from the file alone.
@@ -19,12 +19,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 
 from capd.errors import CapdError, ConfigError
 from capd.job_settings import problems_of as job_problems_of
 from capd.lifecycle.policy import Policy, parse_age
+from capd.window.settings import (
+    DEFAULT_WINDOW_NBYTES,
+    MAX_WINDOW_ITERATIONS,
+    MIN_WINDOW_NBYTES,
+    WindowSettings,
+    check_memory,
+)
 from capd_client.config.file import read_toml
 from capd_client.config.settings import VARIABLES
 from capd_client.config.sizes import parse_amount, parse_size
@@ -157,6 +173,12 @@ Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Uid = Annotated[int, Field(ge=0, lt=2**32 - 1)]
 
 
+# What a table may lack, because a variable may give it. All settings together are checked again.
+_GIVEN_ELSEWHERE: Mapping[str, Mapping[str, Any]] = {"window": {"window_iterations": 1}}
+# The settings of [window] beside iterations.
+_WINDOW_REST = ("window_bytes", "window_memory", "window_directory", "window_post", "window_statistics")
+
+
 class DaemonSettings(BaseModel):
     """The settings of `capd serve`. `capd config show` prints each value with its origin."""
 
@@ -230,6 +252,44 @@ class DaemonSettings(BaseModel):
     """Share of the calls that are measured, as 1/N: those with (iteration + micro_batch + call) mod N = 0."""
     lab_cpu: Annotated[float, BeforeValidator(_parse_share)] = 0.2
     """Share of one CPU that measuring may take, such as 20%."""
+    window_iterations: Annotated[int, Field(ge=1, le=MAX_WINDOW_ITERATIONS)] | None = None
+    """Newest iterations whose tensors the flight recorder holds; none: there is no recorder, all are stored."""
+    window_bytes: Annotated[Nbytes, Field(ge=MIN_WINDOW_NBYTES)] = DEFAULT_WINDOW_NBYTES
+    """Bytes that the recorder may hold, in memory and on disk together."""
+    window_memory: Nbytes | None = None
+    """The part of them in memory; none: 5 % of the node's memory, at most half of what is free in /dev/shm."""
+    window_directory: Annotated[Path, Field(strict=False)] | None = None
+    """Directory of the part on disk; none: inside the run."""
+    window_post: Annotated[int, Field(ge=0, le=MAX_WINDOW_ITERATIONS)] | None = None
+    """Iterations that are kept after the one that a keep names; none: as many as iterations."""
+    window_statistics: bool = False
+    """Whether a record that leaves the recorder is stored as its statistics, instead of being let go."""
+
+    @field_validator(*_WINDOW_REST)
+    @classmethod
+    def _checked_window(cls, value: Any, info: ValidationInfo) -> Any:
+        # Defaults are not validated, so this value was given.
+        if info.data.get("window_iterations", ...) is None and value is not None:
+            raise ValueError("it needs iterations, the number of iterations to hold; write iterations = 8")
+        if info.field_name == "window_memory" and value is not None:
+            check_memory(value, info.data.get("window_bytes", value))
+        return value
+
+    @property
+    def window(self) -> WindowSettings | None:
+        """The settings of the flight recorder; None without one."""
+        if self.window_iterations is None:
+            return None
+        return WindowSettings(
+            iterations=self.window_iterations,
+            nbytes=self.window_bytes,
+            memory_nbytes=self.window_memory,
+            directory=None
+            if self.window_directory is None
+            else self.window_directory.expanduser().absolute(),
+            post=self.window_post,
+            statistics=self.window_statistics,
+        )
 
     @property
     def move_policy(self) -> MovePolicy:
@@ -288,7 +348,8 @@ def config_path(environ: Mapping[str, str] = os.environ, path: Path | None = Non
 
 
 def read_daemon_table(path: Path) -> dict[str, Any]:
-    """Check every key of a capd.toml and return the settings of its tables [daemon], [quota], [upload] and [lab].
+    """Check every key of a capd.toml and return the settings of its tables [daemon], [quota], [upload], [lab] and
+    [window].
 
     Raises:
         ConfigError: The file is missing or not TOML, or a key is unknown or has a bad value. The message names file
@@ -335,13 +396,13 @@ _TABLES = {
         "series_max": "series_max",
         "policy": "quota_policy",
     },
-    "upload": {
-        name.removeprefix("upload_"): name
-        for name in DaemonSettings.model_fields
-        if name.startswith("upload_")
-    },
-    "lab": {
-        name.removeprefix("lab_"): name for name in DaemonSettings.model_fields if name.startswith("lab_")
+    **{
+        table: {
+            name.removeprefix(f"{table}_"): name
+            for name in DaemonSettings.model_fields
+            if name.startswith(f"{table}_")
+        }
+        for table in ("upload", "lab", "window")
     },
 }
 
@@ -364,7 +425,7 @@ def _problems_of_table(name: str, table: Mapping[str, Any]) -> list[str]:
         f"[{name}] {key}: unknown key; known keys: {', '.join(keys)}" for key in table if key not in keys
     ]
     known = {keys[key]: value for key, value in table.items() if key in keys}
-    return found + _problems_of(known, places.__getitem__)
+    return found + _problems_of({**_GIVEN_ELSEWHERE.get(name, {}), **known}, places.__getitem__)
 
 
 def resolve_daemon(
@@ -435,8 +496,8 @@ def load_triggers(
     from capd.rules.schema import parse_triggers
 
     rules = parse_triggers(tables)
-    statistics = load_daemon_settings({}, environ, path).statistics
-    if problems := refusals(rules, statistics=statistics, keeps=False):
+    daemon = load_daemon_settings({}, environ, path)
+    if problems := refusals(rules, statistics=daemon.statistics, keeps=daemon.window is not None):
         raise ConfigError(f"{file}: {problems[0]}")
     return rules
 
@@ -504,6 +565,7 @@ _PROBLEMS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "quota": partial(_problems_of_table, "quota"),
     "upload": partial(_problems_of_table, "upload"),
     "lab": partial(_problems_of_table, "lab"),
+    "window": partial(_problems_of_table, "window"),
     "retention": _problems_of_retention,
 }
 

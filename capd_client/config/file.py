@@ -2,8 +2,8 @@
 
 Top level: quant_type, policy, mode, watch, slice, max_block_ms, arena_bytes, max_mb_per_step, max_d2h_gbps,
 ring_bytes, piece_bytes, snapshot, ring, exit_timeout_s. Table [when]: steps, micro_batches, ranks. Tables [[rule]]:
-see `capd_client.rules.schema`. Tables [daemon], [quota], [upload], [lab], [retention] and [[trigger]] belong to
-`capd serve`; this module does not read them. A file of rules alone has only [[rule]].
+see `capd_client.rules.schema`. Tables [daemon], [quota], [upload], [lab], [window], [retention] and [[trigger]]
+belong to `capd serve`; this module does not read them. A file of rules alone has only [[rule]].
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class FileSettings(msgspec.Struct, forbid_unknown_fields=True):
     upload: dict[str, Any] = {}
     trigger: list[dict[str, Any]] = []
     lab: dict[str, Any] = {}
+    window: dict[str, Any] = {}
 
 
 def read_settings_file(path: str, *, must_exist: bool) -> tuple[Mapping[str, Any], Optional[str]]:
@@ -129,6 +130,7 @@ def parse_settings(table: Mapping[str, Any]) -> Mapping[str, Any]:
         values["quota"],
         values["upload"],
         values["lab"],
+        values["window"],
         values["retention"],
     )
     del values["trigger"]
