@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capd_client.api import capture, close, counters, flush, scalar, set_moment
+    from capd_client.api import capture, close, counters, flush, keep, scalar, set_moment
     from capd_client.emulation.emulation import emulate
     from capd_client.explicit.static_tap import static_tap
     from capd_client.integrations.te_inspection import te_features
@@ -28,6 +28,7 @@ __all__ = [
     "counters",
     "emulate",
     "flush",
+    "keep",
     "plan",
     "scalar",
     "set_moment",
@@ -42,6 +43,7 @@ _HOMES = {
     "counters": "capd_client.api",
     "emulate": "capd_client.emulation.emulation",
     "flush": "capd_client.api",
+    "keep": "capd_client.api",
     "plan": "capd_client.watching.plan",
     "scalar": "capd_client.api",
     "set_moment": "capd_client.api",

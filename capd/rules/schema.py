@@ -68,6 +68,7 @@ class TriggerSettings(
         max_per_day: The most alerts of the rule in 24 hours of one run.
         severity: "info", "warning" or "critical".
         action: "warn", or "keep" for the flight recorder.
+        post: The iterations that "keep" keeps after the alert; None: as `[window]` says.
         command: A program and its arguments; it gets the alert as JSON.
     """
 
@@ -93,6 +94,7 @@ class TriggerSettings(
     max_per_day: _Some = 100
     severity: Literal["info", "warning", "critical"] = "warning"
     action: Literal["warn", "keep"] = "warn"
+    post: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     command: list[str] | None = None
 
     @property
@@ -125,6 +127,8 @@ class TriggerSettings(
         self._check_fitting(metric)
         self._check_limits(metric)
         self._check_command()
+        if self.post is not None and self.action != "keep":
+            raise ConfigError('post: it needs action = "keep"')
         return metric
 
     def _check_fitting(self, metric: RuleMetric) -> None:

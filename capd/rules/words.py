@@ -41,6 +41,8 @@ def rule_text(rule: TriggerSettings) -> str:
     row = f", {rule.for_} records in a row" if rule.for_ > 1 else ""
     command = f", and runs {rule.command[0]}" if rule.command else ""
     keep = ", and keeps the window" if rule.action == "keep" else ""
+    if rule.post is not None:
+        keep += f" and {rule.post} iterations more"
     return (
         f"{rule.name}: {rule.severity} if {condition_text(rule)} in {where}{which}{row}; then quiet for "
         f"{rule.quiet_iterations} iterations, at most {rule.max_per_day} a day{command}{keep}. "

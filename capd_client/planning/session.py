@@ -166,6 +166,9 @@ class PlanSession(Border):
         """Return at once, because nothing is ever in flight."""
         return True
 
+    def keep(self, reason: str) -> None:
+        """Do nothing, because a plan captures nothing."""
+
     def close(self, timeout_s: Optional[float] = None) -> bool:
         """Write the final document. Idempotent."""
         if self.enabled:

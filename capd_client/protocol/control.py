@@ -1,4 +1,4 @@
-"""Control messages of the wire protocol: requests of tools, and the steering and draining of ranks that they cause.
+"""Control messages of the wire protocol: requests of tools, the steering and draining of ranks, and keeps.
 
 The unions and rules of `capd_client.protocol.messages` include them.
 """
@@ -15,13 +15,14 @@ from capd_client.protocol.key import Index
 from capd_client.protocol.selection import Selection
 
 __all__ = [
-    "MAX_WAIT_S", "Control", "ControlReply", "Drain", "Drained", "Stats", "StatsReply", "Steer", "Steered", "Verb",
+    "MAX_WAIT_S", "Control", "ControlReply", "Drain", "Drained", "Keep", "KeepReply", "Stats", "StatsReply", "Steer",
+    "Steered", "Verb",
 ]  # fmt: skip
 
 # The daemon answers a CONTROL within this time.
 MAX_WAIT_S = 3600.0
 
-Verb = Literal["status", "start", "stop", "select", "flush", "seal", "release", "shutdown"]
+Verb = Literal["status", "start", "stop", "select", "flush", "keep", "seal", "release", "shutdown"]
 
 
 class Stats(msgspec.Struct, tag="stats"):
@@ -43,6 +44,7 @@ class Control(msgspec.Struct, tag="control"):
     - start, select: Capture, as the job's settings say or as `selection` does.
     - stop: Capture nothing.
     - flush: Answer once everything captured so far is committed.
+    - keep: Have the flight recorder keep the iterations around `iteration`, or around the newest one.
     - seal: Publish a run's records.
     - release: Close a sealed run without ranks, so that a tool may remove it.
     - shutdown: End the daemon.
@@ -56,6 +58,8 @@ class Control(msgspec.Struct, tag="control"):
         selection: The selection of start and select.
         from_iteration: The first iteration of start, select and stop.
         wait_s: The longest wait for the answer, in seconds.
+        iteration: The iteration of keep.
+        reason: The reason of keep.
     """
 
     verb: Verb
@@ -63,6 +67,8 @@ class Control(msgspec.Struct, tag="control"):
     selection: Optional[Selection] = None
     from_iteration: Optional[Index] = None
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    iteration: Optional[Index] = None
+    reason: ShortText = ""
 
 
 class ControlReply(msgspec.Struct, tag="control_reply"):
@@ -129,3 +135,24 @@ class Drained(msgspec.Struct, tag="drained"):
     """The answer to DRAIN."""
 
     id: Count
+
+
+class Keep(msgspec.Struct, tag="keep", frozen=True):
+    """A rank asks the flight recorder to keep the iterations around one. Ids grow in a process.
+
+    Attributes:
+        id: The number of the keep. A rank repeats an unanswered keep on its next connection.
+        reason: The reason, for the metadata of the records.
+        iteration: The iteration of the event; None is the newest one.
+    """
+
+    id: Count
+    reason: ShortText
+    iteration: Optional[Index] = None
+
+
+class KeepReply(msgspec.Struct, tag="kept"):
+    """The answer to KEEP. `problem` says why nothing is kept; it is empty if something is."""
+
+    id: Count
+    problem: Text = ""

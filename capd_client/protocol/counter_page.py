@@ -57,6 +57,8 @@ class DropReason(enum.Enum):
     THINNED = "thinned"  # policy thin skipped its call, because a buffer had been full
     INTERRUPTED = "interrupted"  # a signal handler of the job raised, or captured, in the middle of a capture
     QUOTA = "quota"  # run_max, rank_max or series_max of the run reached
+    # The daemon counts this one: the flight recorder held the capture, and nobody asked for it.
+    EXPIRED = "expired"
 
 
 DROP_REASONS: tuple[DropReason, ...] = tuple(DropReason)

@@ -5,8 +5,8 @@ descriptor attached (SCM_RIGHTS); a tool sends `T` with no descriptor. After tha
 `multiprocessing.connection` frames (length prefix) of at most MAX_FRAME_NBYTES. Each frame is one msgpack-encoded
 message of the unions below. Nothing is pickled.
 
-rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, STEERED, DRAINED, PING, BYE
-daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, STEER, DRAIN, PONG, BYE_OK
+rank → daemon   HELLO, DEF, PUT, DROPS, FLUSH, STEERED, DRAINED, KEEP, PING, BYE
+daemon → rank   WELCOME | REJECT, ACK, NACK, FLUSHED, STEER, DRAIN, KEPT, PONG, BYE_OK
 tool → daemon   STATS, CONTROL, PING         daemon → tool   STATS_REPLY, CONTROL_REPLY, PONG, REJECT
 
 Rules:
@@ -15,7 +15,8 @@ Rules:
 - A DEF precedes the first PUT or DROPS that names its id. Ids are per connection.
 - Sequences are unique per client uuid and never reused. A PUT may repeat one after a reconnect; the daemon joins it to
   the work in progress, or acknowledges it again.
-- ACK means that the records are committed, and frees their slots.
+- ACK means that the records are committed, and frees their slots. With a flight recorder it means that they are held;
+  the daemon then commits them, or lets them go as "expired".
 - NACK means that the records will never be committed. The client counts the drop under the given reason.
 - The daemon validates everything that a peer sends before it uses it. A violation ends that connection only, with
   REJECT and a text.
@@ -43,6 +44,8 @@ from capd_client.protocol.control import (
     ControlReply,
     Drain,
     Drained,
+    Keep,
+    KeepReply,
     Stats,
     StatsReply,
     Steer,
@@ -269,9 +272,9 @@ class Pong(msgspec.Struct, tag="pong"):
     """Answers a PING."""
 
 
-ClientMessage = Union[Hello, Define, Put, Drops, Flush, Steered, Drained, Bye, Ping, Stats, Control]
+ClientMessage = Union[Hello, Define, Put, Drops, Flush, Steered, Drained, Keep, Bye, Ping, Stats, Control]
 DaemonMessage = Union[
-    Welcome, Reject, Ack, Nack, Flushed, Steer, Drain, ByeOk, Pong, StatsReply, ControlReply
+    Welcome, Reject, Ack, Nack, Flushed, Steer, Drain, KeepReply, ByeOk, Pong, StatsReply, ControlReply
 ]
 
 _encoder = msgspec.msgpack.Encoder()

@@ -16,12 +16,13 @@ from typing import Any, Optional
 
 from capd_client.errors import ConfigError
 from capd_client.inflight.counters import CounterValues
+from capd_client.process.accidents import accident
 from capd_client.process.dynamo import untraced
 from capd_client.process.log import RateLimitedLog
 from capd_client.session.starting import AnySession, leave, make_session
 from capd_client.steps import checkpointing, optimizer_steps
 
-__all__ = ["close", "counters", "flush", "running", "session", "session_into", "set_moment"]
+__all__ = ["close", "counters", "flush", "keep", "running", "session", "session_into", "set_moment"]
 
 _lock = threading.RLock()
 # Whether this process knows if it captures.
@@ -158,8 +159,33 @@ def flush(timeout_s: float = 30.0) -> bool:
     return True if current is None else current.flush(timeout_s)
 
 
+@untraced
+def keep(reason: str = "") -> None:
+    """Ask the daemon's flight recorder to keep the last iterations of all ranks, and some that follow.
+
+    The call returns at once. The last `[window] iterations` up to the present one are stored with this reason in their
+    metadata, and the next `[window] post` when they come. Without a recorder, every capture is stored anyway. If
+    capture is off, the call does nothing. An exception that ends the job does the same by itself.
+
+    Args:
+        reason: A few words, such as "loss spike". At most 200 characters are stored.
+    """
+    current = _session
+    if current is None:
+        return
+    try:
+        current.keep(reason)
+    except Exception as error:
+        # Nothing that goes wrong here may end the job.
+        _notices.warn("keep", "keep failed: %s: %s", type(error).__name__, error)
+        if current.config.strict:
+            raise
+
+
 def close(timeout_s: Optional[float] = None) -> None:
     """Flush, take leave of the daemon, and stop capturing in this process. Runs automatically at exit.
+
+    If an exception ends the job, the daemon's flight recorder keeps the last iterations, with its class as the reason.
 
     Args:
         timeout_s: The longest time to wait, default CAPD_EXIT_TIMEOUT_S (30). Without a daemon the call does not wait.
@@ -174,6 +200,8 @@ def close(timeout_s: Optional[float] = None) -> None:
             optimizer_steps.forget(_optimizer_stepped)
     if current is not None:
         try:
+            if (reason := accident()) is not None:
+                current.keep(reason)
             leave(current, timeout_s)
         except Exception as error:
             _notices.warn("close", "closing failed: %s: %s", type(error).__name__, error)

@@ -34,6 +34,7 @@ from capd_client.staging.border import Border
 from capd_client.staging.sampling import Sampling
 from capd_client.staging.stager import Stager
 from capd_client.steps.context import Context
+from capd_client.steps.keeps import Keeps
 from capd_client.steps.steering import Steering
 from capd_client.transport.client_thread import State, Transport
 from capd_client.transport.growth import FIRST_NBYTES, Growth
@@ -90,6 +91,7 @@ class Session(Border):
             self.queue,
             notices,
             self.steering,
+            Keeps(notices),
             wakeup,
             renew,
             stagers=self.devices.stagers,
@@ -130,6 +132,11 @@ class Session(Border):
         with self.queue.lock:
             self.counters.words[COUNTER_STEPS] = iteration + 1
         self.steering.begin(iteration)
+
+    def keep(self, reason: str) -> None:
+        """Ask the daemon's flight recorder to keep the last iterations, and some that follow. Never waits."""
+        if self.enabled:
+            self.transport.keep(reason, self.context.reached)
 
     # -- leaving ----------------------------------------------------------------------------------------
 

@@ -145,6 +145,11 @@ class Context:
         return "iteration" in self._manual
 
     @property
+    def reached(self) -> Optional[int]:
+        """The iteration that began last, or that a capture has named since; None before the first."""
+        return None if self._reached < 0 else self._reached
+
+    @property
     def rank_info(self) -> RankInfo:
         """The rank, the sizes and the attempt. They follow torch.distributed after its initialisation."""
         if not self._follows and distributed_ready():

@@ -25,6 +25,7 @@ from capd_client.process.log import RateLimitedLog
 from capd_client.process.wakeup import Wakeup
 from capd_client.protocol.counter_page import DROP_REASONS, DropReason
 from capd_client.protocol.messages import HANDSHAKE_TIMEOUT_S, ByeOk, NackRow, Reject, Welcome
+from capd_client.steps.keeps import Keeps
 from capd_client.steps.steering import Steering
 from capd_client.transport.conversation import Conversation, FlushRequest, Verdict
 from capd_client.transport.growth import Growth
@@ -56,6 +57,7 @@ class Transport:
         queue: The in-flight queue.
         notices: The log.
         steering: Follows `capd ctl`.
+        keeps: What the flight recorder is asked to keep.
         wakeup: Ends a rest of the thread. The queue has the same one.
         renew: Set when a fact in HELLO has changed, so that the session continues on a new connection.
         stagers: The stagers of the devices whose copies go to the arena. The list may grow.
@@ -70,6 +72,7 @@ class Transport:
         queue: Queue,
         notices: RateLimitedLog,
         steering: Steering,
+        keeps: Keeps,
         wakeup: Wakeup,
         renew: threading.Event,
         *,
@@ -82,6 +85,7 @@ class Transport:
         self._queue = queue
         self._notices = notices
         self._steering = steering
+        self._keeps = keeps
         self._growth = growth
         self._ping_s = ping_s
         self._talk: Optional[Conversation] = None
@@ -149,6 +153,11 @@ class Transport:
             self._flushes = [other for other in self._flushes if other is not request]
         return self._queue.settled(upto)
 
+    def keep(self, reason: str, iteration: Optional[int]) -> None:
+        """Ask the flight recorder to keep the iterations around one. Never waits; any thread, also a signal handler."""
+        self._keeps.ask(reason, iteration)
+        self._wakeup.wake()
+
     def leave(self) -> None:
         """Send BYE as soon as nothing is in flight. The answer sets `bye_ok`."""
         self._leaving = True
@@ -200,6 +209,7 @@ class Transport:
             self._drop_link()
             self.state = State.DISCONNECTED
         elif self.state is State.RUNNING and talk is not None:
+            talk.send_keeps()
             worked = talk.send_ready()
             talk.send_flushes(self._flushes)
             talk.send_drops()
@@ -220,7 +230,7 @@ class Transport:
     def _await_welcome(self, link: Link) -> None:
         """Continue with a connection on which HELLO was sent."""
         self._talk = Conversation(
-            link, self._queue, self._steering, ping_s=self._ping_s, refused=self._nacked
+            link, self._queue, self._steering, self._keeps, ping_s=self._ping_s, refused=self._nacked
         )
         self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.state = State.HANDSHAKE
@@ -240,7 +250,7 @@ class Transport:
 
     def _rest(self, worked: bool) -> None:
         """Wait for an answer or the next tick, and take the answers."""
-        calm = not (self._flushes or self._leaving) and self.state is State.RUNNING
+        calm = not (self._flushes or self._leaving or self._keeps.waiting) and self.state is State.RUNNING
         easy_s = self._rests.easy_s() if calm else 0.0
         tick_s = self._rests.next_tick_s(worked, easy_s)
         talk = self._talk
@@ -258,7 +268,13 @@ class Transport:
 
     def _called(self) -> bool:
         """Return whether there is a reason to call `wake`."""
-        waiting = self._flushes or self._leaving or self._stop.is_set() or self._queue.waiting.count
+        waiting = (
+            self._flushes
+            or self._leaving
+            or self._keeps.waiting
+            or self._stop.is_set()
+            or self._queue.waiting.count
+        )
         return bool(waiting)
 
     def _judge(self, verdict: Verdict, talk: Conversation) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Optional, Union
 
 from capd_client.inflight.queue import Queue
-from capd_client.protocol.control import Drain, Drained, Steer, Steered
+from capd_client.protocol.control import Drain, Drained, KeepReply, Steer, Steered
 from capd_client.protocol.messages import (
     MAX_BATCH,
     Ack,
@@ -32,6 +32,7 @@ from capd_client.protocol.messages import (
     Reject,
     Welcome,
 )
+from capd_client.steps.keeps import Keeps
 from capd_client.steps.steering import Steering
 from capd_client.transport.link import Link
 
@@ -62,6 +63,7 @@ class Conversation:
         link: The connection. HELLO was sent.
         queue: The in-flight queue.
         steering: Follows `capd ctl`.
+        keeps: What the flight recorder is asked to keep.
         ping_s: The silence of the daemon after which it gets a PING.
         refused: Called with every row of a NACK, for a log line.
         clock: A monotonic clock.
@@ -72,6 +74,7 @@ class Conversation:
         link: Link,
         queue: Queue,
         steering: Steering,
+        keeps: Keeps,
         *,
         ping_s: float,
         refused: Callable[[NackRow], None],
@@ -80,6 +83,9 @@ class Conversation:
         self.link = link
         self._queue = queue
         self._steering = steering
+        self._keeps = keeps
+        # The id of the last KEEP sent on this connection.
+        self._last_keep = 0
         self._ping_s = ping_s
         self._refused = refused
         self._clock = clock
@@ -139,12 +145,24 @@ class Conversation:
         while self._drains and self._queue.settled(self._drains[0][1]) and self.link.writable():
             self.link.send(Drained(self._drains.pop(0)[0]))
 
+    def send_keeps(self) -> None:
+        """Send the keeps that were not sent on this connection."""
+        if not self._keeps.waiting:
+            return
+        for keep in self._keeps.after(self._last_keep):
+            if not self.link.writable():
+                return
+            self.link.send(keep)
+            self._last_keep = keep.id
+
     def say_bye(self) -> None:
-        """Send BYE once, when nothing is in flight any more. The counter page is final by then.
+        """Send BYE once, when nothing is in flight any more and every keep is answered. The counter page is final then.
 
         A rank that gave up captures in flight sends no BYE. The daemon takes these captures from the arena of a rank
         that leaves without BYE.
         """
+        if self._keeps.waiting:
+            return
         if not self._bye_sent and not self._queue.busy and not self._queue.waiting.closed:
             self.send_drops(at_once=True)
             self.link.send(Bye())
@@ -187,6 +205,8 @@ class Conversation:
                 self._refused(row)
         elif isinstance(message, Steer):
             self._steering.receive(message)
+        elif isinstance(message, KeepReply):
+            self._keeps.answered(message)
         elif isinstance(message, Drain):
             self._drains.append((message.id, self._queue.last_sequence))
         elif not isinstance(message, (Flushed, Pong)):

@@ -38,6 +38,9 @@ _UNSET = {
     "upload_to": "nowhere",
     "upload_bandwidth": "no limit",
     "upload_live_bandwidth": "25MB for each CPU",
+    "window_iterations": "no recorder",
+    "window_directory": "in the run",
+    "window_post": "as many as iterations",
 }
 """The meaning of settings that were not given. capd picks the values of all other settings by itself."""
 
@@ -109,7 +112,7 @@ def check(
       2  there is such a setting
     """
     from capd.cli.jobs.settings import checked_settings
-    from capd.config import config_path, load_triggers, misspelt_variables, read_file, resolve_daemon
+    from capd.config import config_path, load_triggers, misspelt_variables, read_file
     from capd.errors import CapdError
 
     path = config_path(path=config)
@@ -117,7 +120,7 @@ def check(
     if not problems:
         environ = dict(os.environ) if path is None else {**os.environ, "CAPD_CONFIG": str(path)}
         for resolve in (
-            lambda: resolve_daemon({}, path=path),
+            lambda: _check_daemon(path),
             lambda: load_triggers(path=path),
             lambda: checked_settings(environ),
         ):
@@ -130,6 +133,15 @@ def check(
     print_either(problems, problems or right, as_json=as_json)
     if problems:
         raise typer.Exit(2)
+
+
+def _check_daemon(path: Path | None) -> None:
+    from capd.config import resolve_daemon
+    from capd.window.place import check_place
+
+    settings = resolve_daemon({}, path=path).settings
+    if (window := settings.window) is not None:
+        check_place(window, settings.store, settings.keep_free)
 
 
 def _rule_lines(rules: Mapping[str, str]) -> list[str]:
@@ -146,6 +158,10 @@ def _chosen(settings: Any) -> dict[str, Any]:
         found["endpoint"] = f"unix:{default_path()}"
     if settings.threads is None:
         found["threads"] = encode_threads()
+    if (window := settings.window) is not None and window.memory_nbytes is None:
+        from capd.window.place import memory_limit
+
+        found["window_memory"] = memory_limit(window)
     return found
 
 

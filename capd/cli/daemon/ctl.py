@@ -27,6 +27,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 _ANSWER_S = 10.0
 # The daemon gives up sooner than this.
 _SEAL_S = 660.0
+_MAX_REASON_CHARS = 200
 # The rest of a daemon's life after its last answer.
 _EXIT_S = 5.0
 
@@ -95,6 +96,7 @@ def _group() -> None:
       capd ctl start --steps 500-
       capd ctl select --modules "*.mlp.*" --tensors input,grad_output
       capd ctl select --reset
+      capd ctl keep --reason "loss spike"
       capd ctl shutdown
 
     \b
@@ -176,6 +178,34 @@ def select(
 def flush(run_id: RunId = None, timeout: Timeout = 30.0, endpoint: Endpoint = None) -> None:
     """Return once everything that all ranks have captured by now is committed to the store."""
     _say(_ask(Control("flush", run_id, wait_s=timeout), endpoint))
+
+
+@app.command(short_help="Have the flight recorder keep its last iterations.")
+def keep(
+    run_id: RunId = None,
+    reason: Annotated[
+        str, option("--reason", "TEXT", "A few words for the metadata of the records.")
+    ] = "capd ctl keep",
+    iteration: Annotated[
+        int | None,
+        option(
+            "--iteration",
+            "N",
+            "Keep the iterations around this one [default: the newest one].",
+            min=0,
+            max=MAX_INDEX,
+        ),
+    ] = None,
+    endpoint: Endpoint = None,
+) -> None:
+    """Store the last iterations of all ranks that the flight recorder holds, and those that follow.
+
+    The daemons of the other nodes on the same store keep the same iterations. See [window] in docs/recorder.md. A
+    daemon without it stores every capture anyway, and says so (exit code 1).
+    """
+    if len(reason) > _MAX_REASON_CHARS:
+        raise ConfigError(f"--reason: {len(reason)} characters are more than {_MAX_REASON_CHARS}")
+    _say(_ask(Control("keep", run_id, iteration=iteration, reason=reason), endpoint))
 
 
 @app.command(short_help="Publish committed records to plain Zarr readers.")

@@ -44,7 +44,8 @@ def check(config: Config = None, as_json: Json = False) -> None:
     problems = trigger_problems(tables)
     rules = [] if problems else parse_triggers(tables)
     if rules:
-        problems = refusals(rules, statistics=load_daemon_settings({}, path=path).statistics, keeps=False)
+        daemon = load_daemon_settings({}, path=path)
+        problems = refusals(rules, statistics=daemon.statistics, keeps=daemon.window is not None)
     problems = [f"{path}: {problem}" for problem in problems]
     if as_json:
         words = {} if problems else {rule.name: rule_text(rule) for rule in rules}
