@@ -40,7 +40,7 @@ REMEDIES: dict[str, str] = {
     DropReason.INTERRUPTED.value: "a signal handler of the job (a time limit, Ctrl-C) interrupted them",
 }
 
-REQUESTED = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value})
+REQUESTED = frozenset({DropReason.SAMPLED.value, DropReason.STOPPED.value, DropReason.EXPIRED.value})
 """The reasons that the user asked for. Summaries report them as left out, not as lost."""
 
 

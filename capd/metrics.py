@@ -10,6 +10,7 @@ __all__ = [
     "NO_RANK",
     "AlertStats",
     "DaemonStats",
+    "KeepStats",
     "LabStats",
     "QuotaUse",
     "RankControl",
@@ -18,6 +19,7 @@ __all__ = [
     "SessionStats",
     "Steer",
     "UploadStats",
+    "WindowStats",
 ]
 
 
@@ -107,6 +109,44 @@ class RunCounters(_Model):
     quotas: list[QuotaUse] = []
 
 
+class KeepStats(_Model):
+    """A keep of the flight recorder: the iterations `first` to `last`, for `reason`, asked on `node`."""
+
+    time_ns: int
+    reason: str
+    attempt: int
+    iteration: int
+    first: int
+    last: int
+    node: str
+
+
+class WindowStats(_Model):
+    """What the flight recorder holds of one run.
+
+    Attributes:
+        iterations: The iterations that are held.
+        first: The smallest of them; null without any.
+        last: The largest of them.
+        held_records: The records. They count as in flight.
+        held_bytes: The bytes that they take in memory and on disk.
+        memory_bytes: The part in memory.
+        disk_bytes: The part on disk.
+        expired: The records that this daemon let go.
+        keeps: The last keeps.
+    """
+
+    iterations: int
+    first: int | None
+    last: int | None
+    held_records: int
+    held_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    expired: int
+    keeps: list[KeepStats]
+
+
 class RunStats(RunCounters):
     """The counters of one run on this node. Bytes and records count since this daemon opened the run.
 
@@ -114,11 +154,13 @@ class RunStats(RunCounters):
         rate_mib_s: The raw MiB committed per second, over the last few seconds.
         sealed: Nothing was committed since the last seal.
         why_full: The reason of the disk_full refusals, and how full the disk is; "" without refusals.
+        window: What the flight recorder holds; null without one.
     """
 
     rate_mib_s: float
     sealed: bool
     why_full: str
+    window: WindowStats | None = None
 
 
 class UploadStats(_Model):

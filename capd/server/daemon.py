@@ -47,6 +47,7 @@ from capd.server.pipeline.gather_thread import MAX_SCRATCH_FILES
 from capd.server.pipeline.pipeline import Pipeline
 from capd.server.priority import PromptThread, yield_to_training
 from capd.server.process import OtherProcess
+from capd.server.recorder.recorder import Recorder
 from capd.server.retention import Retention
 from capd.server.runs.control import Controller
 from capd.server.runs.names import RunNames
@@ -61,6 +62,9 @@ from capd.server.stopping import StopReport, StopRequests
 from capd.server.uploads.uploads import Uploads
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
+from capd.window.keeper import Keeper, NoRecorder
+from capd.window.place import check_place
+from capd.window.settings import WindowSettings
 from capd_client.config.sizes import amount_nbytes, default_max_disk
 
 if TYPE_CHECKING:
@@ -123,6 +127,8 @@ class Daemon:
         self._triggers = triggers
         self._rules: RuleWatch | None = None
         self._lab: Lab | None = None
+        self._recorder: Recorder | None = None
+        self._keeper: Keeper = NoRecorder()
         self._once = once
         self._parent = None if parent is None else OtherProcess(parent)
         # Since when there has been neither a parent nor a rank.
@@ -214,6 +220,9 @@ class Daemon:
         open_files = raise_open_files()
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         stack.callback(os.close, self._closing)
+        if (window := settings.window) is not None:
+            # Before the store is touched: a recorder without room stops the start.
+            check_place(window, self._root, settings.keep_free)
         if settings.upload_to is not None:
             # Before the store is touched: an address that cannot be used stops the start.
             self._uploads = Uploads(self._root, self._node, settings)
@@ -246,7 +255,13 @@ class Daemon:
             copier=None if self._lab is None else self._lab.take,
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
-        self._budget.stored = lambda: self._registry.stored_nbytes() + self._pipeline.scratch_nbytes
+        if settings.window is not None:
+            self._begin_recorder(settings.window)
+        self._budget.stored = lambda: (
+            self._registry.stored_nbytes()
+            + self._pipeline.scratch_nbytes
+            + (0 if self._recorder is None else self._recorder.disk_nbytes)
+        )
         self._budget.waiting, self._budget.unsealed = self._pipeline.waiting, self._pipeline.unsealed_series
         if self._rules is not None:
             self._begin_rules(self._rules)
@@ -283,13 +298,26 @@ class Daemon:
             self._node,
             durable=settings.durability == "durable",
             statistics=settings.statistics,
+            keeps=settings.window is not None,
         )
+
+    def _begin_recorder(self, window: WindowSettings) -> None:
+        recorder = self._recorder = Recorder(
+            window,
+            self._root,
+            self._node,
+            self._pipeline,
+            self._budget.refusal,
+            judges=None if self._rules is None else self._rules.feed,
+        )
+        self._registry.recorder = self._pipeline.holder = self._keeper = recorder
+        recorder.start()
 
     def _begin_rules(self, rules: RuleWatch) -> None:
         from capd.server.rules.rank_looks import RankLooks
 
         self._pipeline.writer.on_commit = rules.feed.offer
-        rules.begin(RankLooks(self._registry))
+        rules.begin(RankLooks(self._registry), self._keeper)
 
     def _bind(self, passed: Mapping[str, socket.socket]) -> endpoint.BoundSocket:
         settings = self._settings
@@ -347,8 +375,9 @@ class Daemon:
             save=lambda rank: self._pipeline.save_session(rank.run_id, rank.row()),
             hurry=self._pipeline.hurry,
             sending=sending,
+            keeper=self._keeper,
         )
-        controller = Controller(self._registry, lambda: self._stop.request("a tool"))
+        controller = Controller(self._registry, lambda: self._stop.request("a tool"), self._keeper)
         tools = ToolContext(self.stats, controller, self._closing, self._report)
         room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
@@ -428,6 +457,7 @@ class Daemon:
             self._retention.stop(_RETENTION_S)
         if self._uploads is not None and not self._settings.upload_drain_s:
             self._uploads.stop()
+        live = [run.run_id for run in self._registry.runs() if run.alive()]
         self._registry.refuse_new()
         self._recovery.hurry(until)
         # The other half is for sealing.
@@ -441,6 +471,12 @@ class Daemon:
             self._pipeline.flush().result(max(0.1, self._drained_by - time.monotonic()))
         except TimeoutError:
             logger.warning("%.0f s were not enough to write everything that ranks had sent", timeout_s / 2)
+        if self._recorder is not None:
+            # Ranks may have died since the clock stopped.
+            self._registry.look_at_windows()
+            for run_id in live:
+                self._recorder.keep(run_id, None, "the daemon was stopped", is_last=True)
+            self._recorder.stop(self._drained_by)
         self._registry.save_all(timeout_s=2.0)
         if self._rules is not None:
             # Before the seal, so that an upload of the sealed run has all alerts.

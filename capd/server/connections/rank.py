@@ -24,7 +24,9 @@ from capd.server.priority import yield_to_training
 from capd.server.process import command_of
 from capd.server.rank.rank import RankSession
 from capd.server.runs.registry import Registry
-from capd_client.protocol.control import Drained, Steered
+from capd.window.keeper import Keeper
+from capd_client.process.text import printable
+from capd_client.protocol.control import Drained, Keep, KeepReply, Steered
 from capd_client.protocol.messages import (
     PING_INTERVAL_S,
     PROTOCOL_VERSION,
@@ -60,6 +62,7 @@ class ConnectionContext:
         drained_by: Returns the time (monotonic) until which connections may wait for outcomes at shutdown.
         save: Persists a rank's counters.
         hurry: Ends the pause before records that somebody waits for.
+        keeper: The flight recorder.
     """
 
     registry: Registry
@@ -70,6 +73,7 @@ class ConnectionContext:
     save: Callable[[RankSession], Future[None]]
     hurry: Callable[[], None]
     sending: SendLoop
+    keeper: Keeper
 
 
 def serve_rank(
@@ -199,6 +203,15 @@ class _RankConnection:
             self._context.hurry()
         elif isinstance(message, (Steered, Drained)):
             current = rank.apply(ordinal, lambda _: rank.orders.answered(message))
+        elif isinstance(message, Keep):
+            problem = self._context.keeper.keep(
+                rank.run_id,
+                message.iteration,
+                printable(message.reason),
+                attempt=rank.hello.attempt + rank.shift,
+                asker=f"rank {rank.hello.rank}",
+            )
+            self._sender.post(KeepReply(message.id, problem))
         elif isinstance(message, Ping):
             self._sender.post(Pong())
         elif isinstance(message, Bye):

@@ -46,7 +46,7 @@ class CopyMemory:
         if job.descriptor.nbytes:
             place = np.frombuffer(self._map, stored, job.descriptor.nbytes // stored.itemsize, slot[0])
             # numpy releases the interpreter's lock for it.
-            np.copyto(place.reshape(shape), job.tensor(stored)[tuple(slice(None) for _ in shape)])
+            np.copyto(place.reshape(shape), job.tensor(stored)[tuple(slice(0, extent) for extent in shape)])
 
     def close(self) -> None:
         """Give the memory back. No copy may be in use."""

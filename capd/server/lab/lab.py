@@ -25,6 +25,7 @@ from capd.server.lab.measuring_process import MeasuringLost, MeasuringProcess
 from capd.server.lab.outcomes import LabFigures
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.jobs import RecordJob
+from capd.server.recorder.segment import HeldBytes
 from capd_client.arena.allocator import Slot
 
 __all__ = ["Lab"]
@@ -103,8 +104,9 @@ class Lab(threading.Thread):
     def _reason_against(self, job: RecordJob) -> str | None:
         """Return why a record of the sample is not measured, whatever memory is free; None if it may be."""
         key, moment, nbytes = job.define.key, job.descriptor.moment, job.descriptor.nbytes
-        # A whole record that came in parts is in a file, and reading it would take too long here.
-        if job.descriptor.part is not None or not isinstance(job.data, memoryview):
+        # A whole record that came in parts is in a file, and reading it would take too long here. A record that the
+        # flight recorder keeps was read a moment ago.
+        if job.descriptor.part is not None or not isinstance(job.data, memoryview | HeldBytes):
             return "in_parts"
         if not nbytes and 0 not in job.descriptor.shape:
             return "no_elements"

@@ -183,7 +183,12 @@ class AppendThread(threading.Thread):
             records.append((plan, row, kept))
         store.commit_small(records)
         if self.on_commit is not None:
-            self.on_commit(tasks[0].job.run_id, [(plan.header, row) for plan, row, _ in records])
+            new = [
+                (plan.header, row)
+                for task, (plan, row, _) in zip(tasks, records, strict=True)
+                if not task.job.judged
+            ]
+            self.on_commit(tasks[0].job.run_id, new)
 
     def _summarised(self, tasks: list[Task], data: list[bytes]) -> list[StatsRow | None]:
         """Return the statistics of small records: the rank's own if it computed them, None if nobody wants any."""
@@ -200,7 +205,7 @@ class AppendThread(threading.Thread):
 
     def _write_large(self, task: Task) -> None:
         header, row = self._commit_large(task)
-        if self.on_commit is not None:
+        if self.on_commit is not None and not task.job.judged:
             self.on_commit(task.job.run_id, [(header, row)])
 
     def _commit_large(self, task: Task) -> tuple[SeriesHeader, RecordRow]:

@@ -230,3 +230,7 @@ class _LastPart:
     def refused(self, _: int, reason: DropReason, message: str) -> None:
         self._done()
         self._sink.refused(self._sequence, reason, message)
+
+    def held(self, _: int) -> None:
+        self._done()
+        self._sink.held(self._sequence)

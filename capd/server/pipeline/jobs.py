@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from capd.store.disk.scratch import Scratch
+from capd.store.disk.scratch import StoredBytes
 from capd.store.format.codec_choice import SAMPLE_NBYTES
 from capd.store.format.dtypes import statistics_of
 from capd.store.format.encode import SliceSource, as_array
@@ -35,8 +35,10 @@ __all__ = [
     "Booked",
     "Chunks",
     "Copier",
+    "Holder",
     "JobCopy",
     "Lanes",
+    "Loss",
     "RecordJob",
     "Refusal",
     "Sink",
@@ -54,6 +56,8 @@ PAUSE_NBYTES = 2 << 20
 _TASK_NBYTES = 16 << 10
 
 Refusal = tuple[DropReason, str]
+Loss = tuple[Define, int, int, int]
+"""Captures of one key that were held and are not committed: definition, iteration, count, and bytes."""
 Chunks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], int] | None]"
 
 
@@ -65,6 +69,9 @@ class Sink(Protocol):
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """Report that the record will never be committed."""
+
+    def held(self, sequence: int) -> None:
+        """Report that the holder has the record. Its outcome follows in another way."""
 
 
 class JobCopy(Protocol):
@@ -84,6 +91,7 @@ class RecordJob:
         row: The statistics row of the rank, if it computed one. It stays packed until the append thread needs it,
             because thousands of jobs may wait.
         budgeted: The disk budget has already admitted the record.
+        judged: The rules have already seen the record.
         since: The time (monotonic) at which the descriptor came, for a record in parts that of the last part.
     """
 
@@ -92,10 +100,11 @@ class RecordJob:
     sequence: int
     define: Define
     descriptor: Descriptor
-    data: memoryview | Scratch
+    data: memoryview | StoredBytes
     sink: Sink
     row: bytes | None = None
     budgeted: bool = False
+    judged: bool = False
     since: float = field(default_factory=time.monotonic)
 
     def read(self, limit: int | None = None) -> memoryview | bytes:
@@ -175,6 +184,16 @@ class Task:
 
 Copier: TypeAlias = "Callable[[RecordJob], JobCopy | None]"
 """Copies the elements of a job, or not. It must neither block nor raise."""
+
+
+class Holder(Protocol):
+    """Holds records back from the store. The dispatch thread asks it; it must not raise."""
+
+    def take(self, job: RecordJob) -> bool | Refusal:
+        """Copy the bytes of a record and report it as held, if it is to be held. Return whether it was.
+
+        A record that is not held goes on. A refusal is its outcome.
+        """
 
 
 def plan_of(store: RunStore, job: RecordJob) -> Plan:

@@ -28,13 +28,24 @@ from capd.histogram import Histogram
 from capd.server.limits import DiskBudget
 from capd.server.pipeline.append_thread import AppendThread
 from capd.server.pipeline.gather_thread import GatherThread
-from capd.server.pipeline.jobs import Booked, Copier, Lanes, RecordJob, Refusal, Task, Tickets, plan_of
+from capd.server.pipeline.jobs import (
+    Booked,
+    Copier,
+    Holder,
+    Lanes,
+    RecordJob,
+    Refusal,
+    Task,
+    Tickets,
+    plan_of,
+)
 from capd.server.pipeline.refusals import refusal_of
 from capd.space import if_full
 from capd.store.catalog.rows import SessionRow
 from capd.store.catalog.totals import Held
 from capd.store.format.dtypes import stored_type
 from capd.store.format.encode import ChunkResult, encode_chunk, pieces, summarise_piece
+from capd.store.format.frames import StatsRow
 from capd.store.format.geometry import CHUNK_NBYTES
 from capd.store.run.figures import Durations, NonFinite
 from capd.store.run.options import StoreOptions
@@ -74,6 +85,8 @@ class Pipeline:
         self._booked, self._room, self._durations = Booked(staging_nbytes), Room(), Durations()
         self._lanes, self._tickets, self._copier = Lanes(), Tickets(), copier
         self.staging_nbytes = staging_nbytes
+        # Asked for each record before its plan. None: every record is committed.
+        self.holder: Holder | None = None
         # The kernel's ids of the encode threads.
         self._encoders: list[int] = []
         self._pool = ThreadPoolExecutor(
@@ -183,6 +196,13 @@ class Pipeline:
         failing = {run_id for run_id, _ in self._appending.failing.copy()}
         return not failing.isdisjoint(runs) or any(store.failed for store in runs.values())
 
+    def statistics_of(self, job: RecordJob) -> list[Future[StatsRow]]:
+        """Return the statistics to come of the pieces of a record. Raises RuntimeError if the pipeline is closed."""
+        stored = stored_type(job.define.dtype).stored
+        flat = job.as_array(stored, (job.descriptor.nbytes // stored.itemsize,))
+        sizes = pieces(job.descriptor.nbytes, stored.itemsize)
+        return [self._pool.submit(summarise_piece, flat, piece, job.define.dtype) for piece in sizes]
+
     def submit(self, *jobs: RecordJob) -> None:
         """Queue jobs for their clients' lanes. Never waits."""
         since = jobs[0].since if jobs else 0.0
@@ -280,8 +300,11 @@ class Pipeline:
 
     def _dispatch(self) -> None:
         while tasks := self._lanes.get():
-            self._plan(tasks)
+            if self.holder is not None:
+                tasks = self._not_held(self.holder, tasks)
+            self._plan([task for task in tasks if task.refusal is None])
             ready: list[Task] = []
+            task: Task | None
             for task in tasks:
                 if self._copier is not None and task.refusal is None:
                     task.copy = self._copier(task.job)
@@ -295,7 +318,20 @@ class Pipeline:
             if ready:
                 self._appending.inbox.put(ready)
             # While this thread waits, nothing may hold a dead rank's arena.
-            del tasks, task, ready
+            del tasks, ready
+            task = None
+
+    def _not_held(self, holder: Holder, tasks: list[Task]) -> list[Task]:
+        """Return the tasks that go on. The others are held."""
+        going: list[Task] = []
+        for task in tasks:
+            outcome = holder.take(task.job)
+            if outcome is True:
+                self._tickets.done([task.ticket])
+                continue
+            task.refusal = None if outcome is False else outcome
+            going.append(task)
+        return going
 
     def _plan(self, tasks: list[Task]) -> None:
         """Decide for each task where its record goes, or why it is refused."""

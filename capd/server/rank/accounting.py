@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from capd.store.catalog.rows import SessionRow
 from capd_client.protocol.counter_page import DropReason
@@ -37,6 +38,7 @@ DAEMON_REASONS = frozenset(
         DropReason.STORE_ERROR,
         DropReason.PARTS_LOST,
         DropReason.QUOTA,
+        DropReason.EXPIRED,
     }
 )
 """The reasons that only the daemon gives (in a NACK). A rank counts them when the NACK arrives."""
@@ -64,7 +66,12 @@ class SessionTotals:
 
 
 def reconcile(
-    page: PageCounters, committed: int, refused: Mapping[DropReason, int], *, in_work: int | None
+    page: PageCounters,
+    committed: int,
+    refused: Mapping[DropReason, int],
+    *,
+    in_work: int | None,
+    let_go: Mapping[DropReason, int] = MappingProxyType({}),
 ) -> SessionTotals:
     """Merge the counters of both sides.
 
@@ -74,10 +81,14 @@ def reconcile(
         refused: The refusals of this daemon, by reason (all in DAEMON_REASONS).
         in_work: For a rank that is gone, the captures whose outcome is still open. None while the rank lives;
             `in_flight` is then the rest: the rank's own count is of another moment.
+        let_go: The captures that were acknowledged as held and are not committed, by reason, over all daemons. The
+            rank counts none of them.
     """
     dropped = {reason: count for reason, count in page.dropped.items() if count}
     for reason, count in refused.items():
         dropped[reason] = max(count, dropped.get(reason, 0))
+    for reason, count in let_go.items():
+        dropped[reason] = dropped.get(reason, 0) + count
     if in_work is None:
         in_work = max(0, page.offered - committed - sum(dropped.values()))
     gap = page.offered - committed - in_work - sum(dropped.values())
@@ -99,12 +110,30 @@ def without_given_up(page: PageCounters) -> PageCounters:
     return PageCounters(page.offered, dropped)
 
 
-def settled(row: SessionRow, committed: int) -> SessionRow:
+def settled(
+    row: SessionRow, committed: int, let_go: Mapping[DropReason, int] = MappingProxyType({})
+) -> SessionRow:
     """Return the final counters of a rank that is gone, from a row that a killed daemon left with captures in work.
 
-    Any capture that is not among the `committed` records of the client was not acknowledged and is lost.
+    Any capture that is not among the `committed` records of the client, and was not let go, was not acknowledged and
+    is lost. The captures that are known may be more than the row, which is up to a second old, has as offered.
+
+    Args:
+        row: The last row.
+        committed: The records of the client in the store.
+        let_go: As in `reconcile`.
     """
-    page = PageCounters(row.offered, {DropReason(reason): count for reason, count in row.dropped.items()})
-    totals = reconcile(page, committed, {}, in_work=0)
-    dropped = {reason.value: count for reason, count in totals.dropped.items()}
-    return replace(row, committed=committed, in_flight=0, dropped=dropped)
+    dropped = {DropReason(reason): count for reason, count in row.dropped.items()}
+    for name, count in row.let_go.items():
+        dropped[DropReason(name)] = max(0, dropped.get(DropReason(name), 0) - count)
+    known = committed + sum(dropped.values()) + sum(let_go.values())
+    offered = max(row.offered, known) if let_go or row.let_go else row.offered
+    totals = reconcile(PageCounters(offered, dropped), committed, {}, in_work=0, let_go=let_go)
+    return replace(
+        row,
+        offered=totals.offered,
+        committed=committed,
+        in_flight=0,
+        dropped={reason.value: count for reason, count in totals.dropped.items()},
+        let_go={reason.value: count for reason, count in let_go.items() if count},
+    )

@@ -46,12 +46,16 @@ class Ledger:
 
     def refuse(self, item: Descriptor, define: Define, reason: DropReason) -> None:
         """Count one refusal of the daemon, with the bytes of its tensor, as the rank does."""
-        iteration = item.moment.iteration
+        nbytes = math.prod(item.shape) * ITEM_NBYTES.get(define.dtype, 0)
+        self.let_go(define, reason, item.moment.iteration, 1, nbytes)
+
+    def let_go(self, define: Define, reason: DropReason, iteration: int, count: int, nbytes: int) -> None:
+        """Count captures of one key and iteration that are not committed."""
         known = self._rows.get((define.key, define.dtype, reason.value))
-        count, first, last = 1, iteration, iteration
-        nbytes = min(math.prod(item.shape) * ITEM_NBYTES.get(define.dtype, 0), _MAX_NBYTES)
+        first, last = iteration, iteration
+        nbytes = min(nbytes, _MAX_NBYTES)
         if known is not None:
-            count = known.count + 1
+            count += known.count
             nbytes = min(known.nbytes + nbytes, _MAX_NBYTES)
             first, last = min(first, known.first_iteration), max(last, known.last_iteration)
         self._enter(LedgerRow(define.key, define.dtype, reason.value, count, nbytes, first, last))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from capd.errors import ProtocolError
 from capd.server.net.sender import Sender
-from capd.server.pipeline.jobs import RecordJob
+from capd.server.pipeline.jobs import Loss, RecordJob
 from capd.server.process import RETURN_S, RankProcess
 from capd.server.rank.accounting import PageCounters, SessionTotals, reconcile, without_given_up
 from capd.server.rank.arena import Arena
@@ -27,6 +27,7 @@ from capd.server.rank.orders import Orders
 from capd.server.rank.session import Phase, Session
 from capd.server.rank.steering import RunSteering
 from capd.store.catalog.rows import SessionRow
+from capd.store.format.ranges import RangeSet
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import MAX_INDEX
 from capd_client.protocol.messages import DaemonMessage, Descriptor, Hello, Put, Reject
@@ -81,6 +82,7 @@ class RankSession:
         self._arena: Arena | None = arena
         # Used once the arena is released.
         self._last_page = PageCounters()
+        self._last_begun = 0
         self._sender: Sender | None = None
         self._recovering = False
         # Captures that arrived and were submitted.
@@ -227,6 +229,12 @@ class RankSession:
         return 0 if (arena := self._arena) is None else arena.begun()
 
     @property
+    def last_iteration(self) -> int | None:
+        """The iteration that the rank was in, also after its arena was released; None before the first."""
+        begun = self.begun or self._last_begun
+        return begun - 1 if begun else None
+
+    @property
     def alive(self) -> bool:
         """Whether the rank is there, with a connection or between two of them."""
         return self.session.phase in (Phase.LIVE, Phase.ORPHANED)
@@ -244,6 +252,24 @@ class RankSession:
             for sequence in sequences:
                 self.session.committed(sequence)
             self._after_outcome()
+
+    def held(self, sequence: int) -> None:
+        """Note that the flight recorder has the record and its slot is free."""
+        with self._lock:
+            self.session.hold(sequence)
+            self._after_outcome()
+
+    def kept(self, record: int) -> None:
+        """Note that a held record is committed."""
+        with self._lock:
+            self.session.keep(record)
+
+    def let_go(self, reason: DropReason, records: RangeSet, losses: Iterable[Loss]) -> None:
+        """Note that held records will never be committed. losses: what they were, by key and iteration."""
+        with self._lock:
+            self.session.lose(reason, records)
+            for define, iteration, count, nbytes in losses:
+                self.session.ledger.let_go(define, reason, iteration, count, nbytes)
 
     def refused(self, sequence: int, reason: DropReason, message: str) -> None:
         """Note that the record will never be committed and its slot is free."""
@@ -313,6 +339,7 @@ class RankSession:
                 drops=session.ledger.rows(),
                 shift=self.shift,
                 world_size=self.hello.world_size,
+                let_go={reason.value: count for reason, count in session.let_go_counts.items()},
             )
 
     def totals(self) -> tuple[str, SessionTotals]:
@@ -325,7 +352,9 @@ class RankSession:
             if not self.alive:
                 return session.phase.value, self._totals()
             page = without_given_up(self._counters())
-            return "live", reconcile(page, len(session.done), session.refused_counts, in_work=None)
+            return "live", reconcile(
+                page, len(session.done), session.refused_counts, in_work=None, let_go=session.let_go_counts
+            )
 
     @property
     def arena_nbytes(self) -> int:
@@ -349,8 +378,9 @@ class RankSession:
 
     @property
     def busy(self) -> bool:
-        """Whether the rank is connected, in recovery, or has captures in work."""
-        return self.session.phase is Phase.LIVE or bool(self.session.in_work) or self._recovering
+        """Whether the rank is connected, in recovery, or has captures in work or held."""
+        session = self.session
+        return session.phase is Phase.LIVE or bool(session.in_work or session.held) or self._recovering
 
     @property
     def at_rest(self) -> bool:
@@ -366,6 +396,7 @@ class RankSession:
         """
         with self._lock:
             self._last_page = self._counters()
+            self._last_begun = self.begun
             self._arena = None
 
     def release(self) -> None:
@@ -420,8 +451,14 @@ class RankSession:
 
     def _totals(self) -> SessionTotals:
         session = self.session
-        in_work = None if self.alive else session.records_in_work
-        return reconcile(self._counters(), len(session.done), session.refused_counts, in_work=in_work)
+        in_work = None if self.alive else session.records_in_work + len(session.held)
+        return reconcile(
+            self._counters(),
+            len(session.done),
+            session.refused_counts,
+            in_work=in_work,
+            let_go=session.let_go_counts,
+        )
 
     def _die(self) -> None:
         self.session.die()

@@ -18,7 +18,8 @@ of a superseded connection are ignored.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from capd.server.rank.accounting import DAEMON_REASONS
 from capd.server.rank.checks import Checked, define_problem
@@ -32,7 +33,7 @@ from capd_client.protocol.messages import DaemonMessage, Define, Descriptor, Dro
 from capd_client.protocol.scalars import is_scalar
 from capd_client.protocol.statistics_row import ROW_NBYTES
 
-__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "Phase", "Session"]
+__all__ = ["MAX_DEFINE_NBYTES", "MAX_REFUSED", "RECORD_NBYTES", "History", "Phase", "Session"]
 
 # Bytes of DEF frames kept per connection.
 MAX_DEFINE_NBYTES = 64 << 20
@@ -44,6 +45,18 @@ MAX_QUANT_TYPES = 8
 MAX_REFUSED = 65_536
 
 Submission = tuple[Descriptor, Define]
+
+
+class History(Protocol):
+    """The records of a client that the flight recorder has, and those that it has let go."""
+
+    @property
+    def held(self) -> RangeSet:
+        """Their outcome is open."""
+
+    @property
+    def let_go(self) -> Mapping[DropReason, RangeSet]:
+        """They are not committed, by reason."""
 
 
 class Phase(enum.Enum):
@@ -58,8 +71,21 @@ class Phase(enum.Enum):
 class Session:
     """The state of one client uuid. Not thread-safe: the shell holds a lock around every call."""
 
-    def __init__(self, client: bytes, run_id: str, committed: Iterable[tuple[int, int]] = ()) -> None:
-        """Start without a connection. `committed`: the client's sequence ranges that are already in the store."""
+    def __init__(
+        self,
+        client: bytes,
+        run_id: str,
+        committed: Iterable[tuple[int, int]] = (),
+        history: History | None = None,
+    ) -> None:
+        """Start without a connection.
+
+        Args:
+            client: The uuid.
+            run_id: The run.
+            committed: The client's sequence ranges that are already in the store.
+            history: The records of the client that the flight recorder had; None without one.
+        """
         self.client = client
         self.run_id = run_id
         self.phase = Phase.ORPHANED
@@ -70,6 +96,9 @@ class Session:
         # The labels of all keys so far, at most MAX_QUANT_TYPES.
         self.quant_types: set[str] = set()
         self.done = RangeSet(committed)
+        # Acknowledged records whose outcome is open, and those that are not committed.
+        self.held = RangeSet() if history is None else history.held
+        self.let_go: dict[DropReason, RangeSet] = {} if history is None else dict(history.let_go)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
         # The memory of the captures in work here. Their elements stay in the arena.
@@ -122,7 +151,7 @@ class Session:
     @property
     def at_rest(self) -> bool:
         """Whether the rank is gone for good and the outcome of everything that it sent is known."""
-        return self.phase in (Phase.ENDED, Phase.DIED) and not self.in_work
+        return self.phase in (Phase.ENDED, Phase.DIED) and not self.in_work and not self.held
 
     # Messages of the rank
 
@@ -161,7 +190,7 @@ class Session:
             record = sequence if item.part is None else item.part.record
             if sequence in self.in_work:
                 continue
-            if record in self.done:
+            if self._is_answered(record):
                 self._ack(sequence)
             elif (reason := self._refused.get(record)) is not None:
                 self._nack(sequence, reason, "refused before")
@@ -178,6 +207,12 @@ class Session:
                 self.arena_nbytes += item.nbytes
                 submit.append(submission)
         return submit
+
+    def _is_answered(self, record: int) -> bool:
+        """Return whether the record was acknowledged."""
+        return (
+            record in self.done or record in self.held or any(record in gone for gone in self.let_go.values())
+        )
 
     def _is_new_part(self, item: Descriptor) -> bool:
         """Return whether the part must be gathered. If not, it is answered."""
@@ -220,6 +255,33 @@ class Session:
         item, _ = self.in_work[sequence]
         if item.ends_record:
             self.done.add(item.record)
+        self._arrived(sequence, item)
+
+    def hold(self, sequence: int) -> None:
+        """Note that the flight recorder has a record. The rank need not wait for its outcome."""
+        item, _ = self.in_work[sequence]
+        self.held.add(item.record)
+        self._arrived(sequence, item)
+
+    def keep(self, record: int) -> None:
+        """Note that a held record is committed."""
+        self.held.remove(record)
+        self.done.add(record)
+
+    def lose(self, reason: DropReason, records: RangeSet) -> None:
+        """Note that held records will never be committed."""
+        gone = self.let_go.setdefault(reason, RangeSet())
+        for first, last in records.ranges():
+            gone.add_range(first, last)
+        for record in records:
+            self.held.remove(record)
+
+    @property
+    def let_go_counts(self) -> dict[DropReason, int]:
+        """The records that were held and are not committed, by reason."""
+        return {reason: len(records) for reason, records in self.let_go.items()}
+
+    def _arrived(self, sequence: int, item: Descriptor) -> None:
         if item.part is not None and (item.ends_record or not item.nbytes):
             self._unfinished.forget(item.record)
         self._ack(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,10 +17,10 @@ MAX_WAITING = 16_384
 
 
 class RecordFeed:
-    """Records on their way to the rules. One thread offers, and another one takes.
+    """Records on their way to the rules. The append thread and the recorder's offer, and one thread takes.
 
     Attributes:
-        left_out: The records for which there was no room.
+        left_out: The records for which there was no room, here or in the recorder.
         offered: All records that came.
     """
 
@@ -29,15 +30,25 @@ class RecordFeed:
         self._waiting: deque[tuple[str, CommittedRecords]] = deque()
         self._taken = self._kept = 0
         self.offered = self.left_out = 0
+        self._offering = threading.Lock()
 
     def offer(self, run_id: str, records: CommittedRecords) -> None:
-        """Hand over committed records of a run."""
-        self.offered += len(records)
-        if self._kept - self._taken + len(records) > MAX_WAITING:
-            self.left_out += len(records)
+        """Hand over committed or held records of a run."""
+        if not records:
             return
-        self._kept += len(records)
-        self._waiting.append((run_id, records))
+        with self._offering:
+            self.offered += len(records)
+            if self._kept - self._taken + len(records) > MAX_WAITING:
+                self.left_out += len(records)
+                return
+            self._kept += len(records)
+            self._waiting.append((run_id, records))
+
+    def leave_out(self, count: int) -> None:
+        """Count held records that the rules cannot see."""
+        with self._offering:
+            self.offered += count
+            self.left_out += count
 
     def take(self) -> tuple[str, CommittedRecords] | None:
         """Return the next records; None without any."""

@@ -20,11 +20,11 @@ from capd.rules.refusals import refusals
 from capd.rules.schema import TriggerSettings
 from capd.server.rules.alert_counters import AlertCounters
 from capd.server.rules.commands import AlertCommands
-from capd.server.rules.keeper import Keeper
 from capd.server.rules.rank_looks import RankLooks
 from capd.server.rules.record_feed import RecordFeed
 from capd.server.rules.run_alerts import RunAlerts, alert_from
 from capd.store.alerts.alert import Alert, alert_line
+from capd.window.keeper import Keeper, NoRecorder
 
 __all__ = ["RuleWatch"]
 
@@ -52,7 +52,7 @@ class RuleWatch(threading.Thread):
         *,
         durable: bool,
         statistics: bool,
-        keeper: Keeper | None = None,
+        keeps: bool = False,
     ) -> None:
         """Check that the daemon can do what the rules ask. The thread is not started.
 
@@ -62,7 +62,7 @@ class RuleWatch(threading.Thread):
             node: The name of the node.
             durable: Whether alerts survive a loss of power.
             statistics: Whether records have statistics.
-            keeper: The flight recorder; None without one.
+            keeps: Whether there is a flight recorder.
 
         Raises:
             ConfigError: A rule needs a flight recorder or statistics that this daemon does not have.
@@ -70,8 +70,8 @@ class RuleWatch(threading.Thread):
         super().__init__(name="capd-rules", daemon=True)
         self._judge = Judge(rules)
         self._rules, self._root, self._node, self._durable = rules, root, node, durable
-        self._keeper = keeper
-        if problems := refusals(rules, statistics=statistics, keeps=keeper is not None):
+        self._keeper: Keeper = NoRecorder()
+        if problems := refusals(rules, statistics=statistics, keeps=keeps):
             raise ConfigError(problems[0])
         self.feed = RecordFeed()
         self._looks: RankLooks | None = None
@@ -87,9 +87,15 @@ class RuleWatch(threading.Thread):
 
     # For other threads
 
-    def begin(self, looks: RankLooks) -> None:
-        """Start the thread."""
+    def begin(self, looks: RankLooks, keeper: Keeper | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            looks: The looks at the ranks.
+            keeper: The flight recorder; None without one.
+        """
         self._looks = looks
+        self._keeper = keeper or self._keeper
         logger.info("[trigger] rules: %s", ", ".join(rule.name for rule in self._rules))
         self.start()
 
@@ -206,5 +212,11 @@ class RuleWatch(threading.Thread):
             logger.log(_LEVELS[alert.severity], "[trigger] run %s: %s", alert.run, alert.text)
             if firing.rule.command is not None:
                 self._commands.run(firing.rule.command, alert_line(alert))
-            if firing.rule.action == "keep" and self._keeper is not None:
-                self._keeper.keep(firing.run_id, firing.iteration, alert.rule)
+            if firing.rule.action == "keep":
+                self._keep(firing)
+
+    def _keep(self, firing: Firing) -> None:
+        rule = firing.rule
+        problem = self._keeper.keep(firing.run_id, firing.iteration, rule.name, post=rule.post)
+        if problem:
+            logger.warning("[trigger] run %s: %s keeps nothing: %s", firing.run_id, rule.name, problem)

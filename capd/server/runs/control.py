@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from capd.errors import StoreError
@@ -19,7 +19,9 @@ from capd.server.rank.rank import RankSession
 from capd.server.runs.registry import Registry
 from capd.server.runs.run import Run
 from capd.server.runs.snapshot import rank_control
+from capd.window.keeper import Keeper, NoRecorder
 from capd_client.errors import ConfigError
+from capd_client.process.text import printable
 from capd_client.protocol.bounds import MAX_TEXT_CHARS
 from capd_client.protocol.control import Control, ControlReply, Steer
 from capd_client.protocol.messages import MAX_FRAME_NBYTES, encode
@@ -42,10 +44,16 @@ Wait = Callable[[Missing], list[RankSession]]
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """The executor of CONTROL messages. shutdown: asks the daemon to stop."""
+    """The executor of CONTROL messages.
+
+    Attributes:
+        shutdown: Asks the daemon to stop.
+        keeper: The flight recorder.
+    """
 
     registry: Registry
     shutdown: Callable[[], None]
+    keeper: Keeper = field(default_factory=NoRecorder)
 
     def control(self, message: Control, wait: Callable[[float], bool]) -> ControlReply:
         """Carry out the order of a tool and return the reply.
@@ -77,6 +85,8 @@ class Controller:
         until_done = partial(_wait, message.wait_s, wait)
         if message.verb == "flush":
             return _flush(run, until_done)
+        if message.verb == "keep":
+            return self._keep(run, message)
         if message.verb != "status":
             return _steer(run, message, until_done)
         return _reply("ok", f"run {run.run_id}", run)
@@ -86,6 +96,16 @@ class Controller:
             return ControlReply("usage", "release needs the name of a run")
         problem = self.registry.release(run_id, RELEASE_TIMEOUT_S)
         return ControlReply("failed", problem) if problem else ControlReply("ok", f"released {run_id}")
+
+    def _keep(self, run: Run, message: Control) -> ControlReply:
+        reason = printable(message.reason) or "capd ctl keep"
+        problem = self.keeper.keep(run.run_id, message.iteration, reason)
+        if problem:
+            return ControlReply("failed", f"run {run.run_id}: nothing is kept: {problem}")
+        around = "its newest iteration" if message.iteration is None else f"iteration {message.iteration}"
+        return ControlReply(
+            "ok", f"run {run.run_id}: keeps the iterations around {around}; `capd stats` lists them"
+        )
 
     def _live_run(self, run_id: str | None) -> Run | ControlReply:
         live = {run.run_id: run for run in self.registry.runs() if run.alive()}

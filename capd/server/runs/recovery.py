@@ -31,7 +31,9 @@ class RunRecovery(threading.Thread):
 
     def run(self) -> None:
         """Recover the runs."""
-        for run_id, _ in spools(self._root, self._node):
+        recorder = self._registry.recorder
+        held = [] if recorder is None else recorder.left_runs()
+        for run_id in dict.fromkeys([*held, *(run_id for run_id, _ in spools(self._root, self._node))]):
             if self._until is not None and time.monotonic() >= self._until:
                 # The next start of the daemon goes on.
                 return

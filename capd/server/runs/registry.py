@@ -27,6 +27,8 @@ from capd.server.rank.accounting import settled
 from capd.server.rank.arena import Arena
 from capd.server.rank.rank import RankSession
 from capd.server.rank.session import Session
+from capd.server.recorder.held_run import HeldHistory
+from capd.server.recorder.recorder import Recorder
 from capd.server.runs.attempts import read_beside, shift_of
 from capd.server.runs.figures import RunFigures, run_figures
 from capd.server.runs.names import RunNames
@@ -39,6 +41,7 @@ from capd.store.catalog.rows import CATALOG_NAME, SessionRow
 from capd.store.catalog.sessions import read_sessions
 from capd.store.format.ranges import RangeSet
 from capd.store.run.usage import Use
+from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.messages import PROTOCOL_VERSION, Hello
 
 __all__ = ["Registry"]
@@ -66,6 +69,8 @@ class Registry:
         self._root, self._node, self._owner, self._names = root, node, lock, names
         self._pipeline = pipeline
         self._idle_seal_s = idle_seal_s
+        # The daemon sets it before ranks come. None: nothing is held.
+        self.recorder: Recorder | None = None
         self._lock = threading.Lock()
         self._upkeep = Upkeep(pipeline, self._lock, idle_seal_s)
         self._runs: dict[str, Run] = {}
@@ -177,6 +182,8 @@ class Registry:
             except OSError as error:
                 raise StoreError(f"cannot complete the removal of {run.path}: {error}") from error
             self._pipeline.open_run(run.run_id)
+            if self.recorder is not None:
+                self._open_window(self.recorder, run.run_id)
             totals = self._pipeline.run_stats(run.run_id)
             overhead = self._pipeline.overhead_nbytes(run.run_id)
             rows = [self._settled(run, row) for row in self._earlier_rows(run)]
@@ -184,6 +191,12 @@ class Registry:
                 run.opened, run.totals, run.overhead_bytes = True, totals, overhead
                 run.stored_before = totals.stored_bytes + overhead
                 run.finished = {row.client: row for row in rows}
+
+    def _open_window(self, recorder: Recorder, run_id: str) -> None:
+        try:
+            recorder.open_run(run_id, lambda client: self._pipeline.committed(run_id, client))
+        except OSError as error:
+            raise StoreError(f"the held records of run {run_id!r} cannot be read: {error}") from error
 
     def _look_beside(self, run: Run) -> None:
         """Read what other nodes wrote to the run, unless that was just done. It may take long."""
@@ -212,7 +225,17 @@ class Registry:
         """Return an earlier session's row with final counters, also if a killed daemon had captures of it in work."""
         if row.clean or row.state == "live":
             return row
-        final = settled(row, len(RangeSet(self._pipeline.committed(run.run_id, row.client))))
+        committed = len(RangeSet(self._pipeline.committed(run.run_id, row.client)))
+        if self.recorder is None:
+            final = settled(
+                row, committed, {DropReason(reason): count for reason, count in row.let_go.items()}
+            )
+        else:
+            with self.recorder.joining(run.run_id, row.client) as history:
+                if history.held:
+                    # The outcome of these is open.
+                    return row
+                final = settled(row, committed, {reason: len(one) for reason, one in history.let_go.items()})
         self._pipeline.save_session(run.run_id, final)
         return final
 
@@ -225,13 +248,21 @@ class Registry:
             if rank is None:
                 started_ns = before.started_ns if before else time.time_ns()
                 # A client without a rank has nothing in work.
-                session = Session(client, run.run_id, self._pipeline.committed(run.run_id, client))
                 submit, forget = self._pipeline.submit, self._pipeline.forget
                 shift = self._shift(run, hello) if before is None else before.shift
                 continued = run.held_before.get(hello.attempt + shift, 0) if shift else 0
-                rank = RankSession(
-                    session, hello, arena, submit, forget, started_ns, run.steering, shift, continued
-                )
+                with self._history(run.run_id, client) as history:
+                    if history is None or history.committed is None:
+                        committed = self._pipeline.committed(run.run_id, client)
+                    else:
+                        # Records of it may be on their way from the spool to the store.
+                        committed = history.committed.ranges()
+                    session = Session(client, run.run_id, committed, history)
+                    rank = RankSession(
+                        session, hello, arena, submit, forget, started_ns, run.steering, shift, continued
+                    )
+                    if self.recorder is not None:
+                        self.recorder.set_account(run.run_id, client, rank)
             reject = rank.connect(hello, arena, process)
             if reject is not None:
                 raise Refusal(reject.code, reject.message)
@@ -241,6 +272,9 @@ class Registry:
             # Before any of its captures, so that a daemon killed now leaves no records of an unknown session.
             self._pipeline.save_session(run.run_id, rank.row())
         return rank
+
+    def _history(self, run_id: str, client: bytes) -> contextlib.AbstractContextManager[HeldHistory | None]:
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.joining(run_id, client)
 
     def _shift(self, run: Run, hello: Hello) -> int:
         """Return what is added to the attempt of a new rank. The first rank of an attempt is logged."""
@@ -286,7 +320,8 @@ class Registry:
                     run.totals = self._pipeline.run_stats(run.run_id)
                     uses = self._pipeline.uses(run.run_id)
                 ranks, finished = list(run.ranks.values()), list(run.finished.values())
-            found.append(run_stats(run, ranks, finished, uses))
+            window = None if self.recorder is None else self.recorder.stats(run.run_id)
+            found.append(run_stats(run, ranks, finished, uses, window))
         return found
 
     def figures(self, *, each_rank: bool) -> list[RunFigures]:
@@ -360,6 +395,8 @@ class Registry:
                     return f"run {run_id!r} has ranks"
                 if not run.sealed:
                     return f"run {run_id!r} is not sealed yet; `capd ctl seal` seals it"
+                if run.holds:
+                    return f"the flight recorder holds records of run {run_id!r}; try again in some seconds"
                 self._forget(run)
             closing = self._closings.get(run_id)
         if closing is not None and not wait([closing], timeout_s).done:
@@ -368,7 +405,7 @@ class Registry:
 
     def is_quiet(self) -> bool:
         """Return whether no rank is here or may come back, and everything is sealed."""
-        return all(run.sealed and not run.ranks and not run.arriving for run in self.runs())
+        return all(run.quiet for run in self.runs())
 
     def has_ranks(self) -> bool:
         """Return whether a rank is here, or may come back."""
@@ -387,11 +424,19 @@ class Registry:
         for run in self.runs():
             if run.opened:
                 run.count(self._pipeline.run_stats(run.run_id), now)
-                self._upkeep.ranks(run, now)
+                self._upkeep.ranks(run, now, self.recorder)
+                if self.recorder is not None:
+                    self._upkeep.window(self.recorder, run, now)
                 run.steer()
                 self._upkeep.seal(run, now)
         self._forget_old_runs()
         self._discount_a_removed_run()
+
+    def look_at_windows(self) -> None:
+        """Tell the recorder how far the ranks are, and of deaths that the clock has not seen."""
+        for run in self.runs():
+            if run.opened and self.recorder is not None:
+                self._upkeep.window(self.recorder, run, time.monotonic())
 
     def recover_all(self, timeout_s: float) -> None:
         """Recover the captures in the arenas of ranks that are gone, before the pipeline ends."""
@@ -443,11 +488,13 @@ class Registry:
         del self._runs[run.run_id]
         self._forgotten_nbytes += run.added_nbytes
         self._forgotten[run.path] = self._forgotten.get(run.path, 0) + run.added_nbytes
+        if self.recorder is not None:
+            self.recorder.close_run(run.run_id)
         self._closings[run.run_id] = self._pipeline.close_run(run.run_id)
 
     def _forget_old_runs(self) -> None:
         with self._lock:
-            quiet = [run for run in self._runs.values() if run.sealed and not run.ranks and not run.arriving]
+            quiet = [run for run in self._runs.values() if run.quiet]
             # An old run that ranks have continued is as new as its last rank.
             quiet.sort(key=lambda run: run.quiet_since)
             for run in quiet[: max(0, len(quiet) - MAX_QUIET_RUNS)]:

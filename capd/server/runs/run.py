@@ -60,6 +60,11 @@ class Run:
     # Pairs of time and raw bytes.
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     steering: RunSteering = field(default_factory=RunSteering)
+    # The flight recorder holds records of it.
+    holds: bool = False
+    # Clients whose death was told to the recorder, and since when those are missing that an earlier daemon had.
+    mourned: set[bytes] = field(default_factory=set)
+    absent_since: dict[bytes, float] = field(default_factory=dict)
     # What ranks said so far: the largest world size (0: no rank was here), and the labels of keys.
     world_size: int = 0
     quant_types: set[str] = field(default_factory=set)
@@ -104,6 +109,11 @@ class Run:
         """Whether nothing was committed since the last seal."""
         sealed = self.at_seal
         return self.sealing is None and sealed is not None and sealed.rows == self.totals.rows
+
+    @property
+    def quiet(self) -> bool:
+        """Whether everything is sealed, nothing is held, and no rank is here or may come back."""
+        return self.sealed and not (self.holds or self.ranks or self.arriving)
 
     def rate_mib_s(self) -> float:
         """Return the raw MiB committed per second over the last RATE_WINDOW_S."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from capd.metrics import QuotaUse, RankControl, RunStats, Selected, SessionStats
+from capd.metrics import QuotaUse, RankControl, RunStats, Selected, SessionStats, WindowStats
 from capd.metrics import Steer as ShownSteer
 from capd.server.rank.rank import RankSession
 from capd.server.runs.run import Run
@@ -22,7 +22,11 @@ __all__ = ["rank_control", "run_stats"]
 
 
 def run_stats(
-    run: Run, ranks: list[RankSession], finished: list[SessionRow], uses: Sequence[Use] = ()
+    run: Run,
+    ranks: list[RankSession],
+    finished: list[SessionRow],
+    uses: Sequence[Use] = (),
+    window: WindowStats | None = None,
 ) -> RunStats:
     """Return the counters of one run: the sums over its sessions, current or finished, and the sessions themselves."""
     sessions = [_session(row, connected=False, clean=row.clean) for row in finished]
@@ -41,6 +45,7 @@ def run_stats(
         why_full=next((rank.why_full for rank in ranks if rank.why_full), run.why_full),
         clean=all(session.clean for session in sessions),
         quotas=[QuotaUse.model_validate(use._asdict()) for use in uses],
+        window=window,
     )
 
 

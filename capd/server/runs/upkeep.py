@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from capd.server.pipeline.pipeline import Pipeline
+from capd.server.process import RETURN_S
+from capd.server.rank.accounting import settled
 from capd.server.rank.rank import RankSession
+from capd.server.recorder.recorder import Recorder
 from capd.server.runs.run import Run
+from capd.store.catalog.processes import is_running
 from capd.store.catalog.rows import SessionRow
+from capd.store.format.ranges import RangeSet
 from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["MAX_LOST", "SAVE_INTERVAL_S", "Upkeep", "log_end"]
@@ -41,8 +48,8 @@ class Upkeep:
         self._pipeline, self._lock, self._idle_seal_s = pipeline, lock, idle_seal_s
         self._saved: dict[bytes, _Saved] = {}
 
-    def ranks(self, run: Run, now: float) -> None:
-        """Note dead ranks, and persist changed counters."""
+    def ranks(self, run: Run, now: float, recorder: Recorder | None = None) -> None:
+        """Note dead ranks, and persist changed counters. recorder: hears of a death before the rank goes."""
         lost = [rank for rank in list(run.ranks.values()) if rank.lost]
         lost.sort(key=lambda rank: rank.process.lost_at)
         for rank in lost[:-MAX_LOST]:
@@ -56,7 +63,8 @@ class Upkeep:
                     rank.release_arena()
             # Asked first, so that the row that is then saved has the answer.
             end_is_open = rank.died and rank.process.end_may_follow
-            if not self._save(rank, now) or end_is_open:
+            is_unheard = recorder is not None and rank.died and client not in run.mourned
+            if not self._save(rank, now) or end_is_open or is_unheard:
                 continue
             with self._lock:
                 if rank.at_rest:
@@ -67,7 +75,69 @@ class Upkeep:
                     self._saved.pop(client, None)
                     rank.release()
                     self._pipeline.forget(client)
+                    if recorder is not None:
+                        recorder.forget(run.run_id, client)
+                        run.mourned.discard(client)
                     log_end(rank, run.finished[client])
+
+    def window(self, recorder: Recorder, run: Run, now: float) -> None:
+        """Tell the recorder how far the ranks are, keep what led to a death, and settle ranks that do not come back."""
+        begun: dict[int, int] = {}
+        waiting = self._absent(recorder, run, now)
+        for client, rank in list(run.ranks.items()):
+            attempt = rank.hello.attempt + rank.shift
+            if rank.alive:
+                begun[attempt] = min(begun.get(attempt, rank.begun), rank.begun - 1)
+                run.mourned.discard(client)
+            elif not rank.died or client in run.mourned:
+                continue
+            elif rank.session.in_work:
+                # Its last captures are on their way to the recorder.
+                waiting.add(attempt)
+            else:
+                run.mourned.add(client)
+                end = f" ({rank.process.end})" if rank.process.end else ""
+                reason = f"rank {rank.hello.rank} died{end}"
+                _mourn(recorder, run, attempt, rank.last_iteration, reason)
+        recorder.look(run.run_id, begun, waiting)
+        run.holds = recorder.holds(run.run_id)
+
+    def _absent(self, recorder: Recorder, run: Run, now: float) -> set[int]:
+        """Return the attempts of ranks that may come back after a restart of the daemon. Settle those that will not."""
+        waiting = set()
+        for client, row in list(run.finished.items()):
+            if row.clean or client in run.ranks:
+                continue
+            since = run.absent_since.setdefault(client, now)
+            if row.state == "live" and is_running(row) is not False and now - since < RETURN_S:
+                waiting.add(row.attempt)
+                continue
+            if row.state != "ended" and client not in run.mourned:
+                run.mourned.add(client)
+                _mourn(recorder, run, row.attempt, None, f"rank {row.rank} died while no daemon ran")
+            with recorder.joining(run.run_id, client) as history:
+                is_held, let_go = bool(history.held), {why: len(one) for why, one in history.let_go.items()}
+            if not is_held:
+                self._settle(recorder, run, row, let_go)
+        return waiting
+
+    def _settle(
+        self, recorder: Recorder, run: Run, row: SessionRow, let_go: Mapping[DropReason, int]
+    ) -> None:
+        """Write the final row of a rank that does not come back."""
+        client = row.client
+        with self._lock:
+            if client in run.ranks:
+                return
+            committed = len(RangeSet(self._pipeline.committed(run.run_id, client)))
+            state = "died" if row.state == "live" else row.state
+            ended_ns = row.ended_ns or time.time_ns()
+            final = settled(replace(row, state=state, ended_ns=ended_ns), committed, let_go)
+            run.finished[client] = final
+            self._pipeline.save_session(run.run_id, final)
+            run.absent_since.pop(client, None)
+            run.mourned.discard(client)
+            recorder.forget(run.run_id, client)
 
     def _save(self, rank: RankSession, now: float) -> bool:
         """Save the rank's counters if they changed. Return True if the catalog holds the current ones.
@@ -103,7 +173,7 @@ class Upkeep:
             else:
                 run.quiet_since = now
                 logger.error("run %s could not be sealed: %s; retrying", run.run_id, error)
-        if run.arriving or any(rank.busy for rank in list(run.ranks.values())):
+        if run.arriving or run.holds or any(rank.busy for rank in list(run.ranks.values())):
             run.quiet_since = now
         elif run.sealing is None and not run.sealed and now - run.quiet_since >= self._idle_seal_s:
             with self._lock:
@@ -114,6 +184,13 @@ class Upkeep:
         run.at_sealing = self._pipeline.run_stats(run.run_id)
         run.sealing = self._pipeline.seal(run.run_id, is_last=is_last)
         return run.sealing
+
+
+def _mourn(recorder: Recorder, run: Run, attempt: int, iteration: int | None, reason: str) -> None:
+    """Keep what led to the death of a rank, or log why not."""
+    problem = recorder.keep(run.run_id, iteration, reason, attempt=attempt, is_last=True)
+    if problem:
+        logger.info("run %s: %s; nothing is kept: %s", run.run_id, reason, problem)
 
 
 def log_end(rank: RankSession, row: SessionRow) -> None:

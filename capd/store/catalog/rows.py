@@ -87,6 +87,7 @@ class SessionRow:
     command: str = ""
     shift: int = 0
     world_size: int = 0
+    let_go: dict[str, int] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:

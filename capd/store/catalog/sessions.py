@@ -42,6 +42,7 @@ def _session(client: bytes, body: bytes) -> SessionRow:
         row.committed,
         row.in_flight,
         *row.dropped.values(),
+        *row.let_go.values(),
     )
     drops = (n for drop in row.drops for n in (drop.count, drop.nbytes))
     if not all(0 <= n <= MAX_INDEX for n in (*counters, *drops)):

@@ -11,13 +11,14 @@ import errno
 import os
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.store.disk.files import pwrite_all, unlink
 
-__all__ = ["Scratch", "ScratchArray"]
+__all__ = ["Scratch", "ScratchArray", "StoredBytes"]
 
 # The errors of file systems without O_TMPFILE.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
@@ -67,13 +68,25 @@ class Scratch:
             self._fd = -1
 
 
+class StoredBytes(Protocol):
+    """The bytes of a record in a file."""
+
+    nbytes: int
+
+    def read(self, first: int, nbytes: int) -> bytearray:
+        """Return a copy of `nbytes` from offset `first`. Raises OSError."""
+
+    def as_array(self, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> ScratchArray:
+        """Return the bytes (C order) as an array of their stored dtype. A slice is read when it is taken."""
+
+
 class ScratchArray:
-    """A record in a scratch file.
+    """A record in a file.
 
     A slice reads everything from its first element to its last. For a chunk of a series this is exactly the chunk.
     """
 
-    def __init__(self, file: Scratch, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+    def __init__(self, file: StoredBytes, stored: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
         self._file, self._stored, self._shape = file, stored, shape
 
     def __getitem__(self, slices: tuple[slice, ...]) -> NDArray[np.generic]:

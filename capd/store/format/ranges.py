@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 
 __all__ = ["RangeSet"]
 
@@ -30,6 +30,10 @@ class RangeSet:
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
 
+    def __iter__(self) -> Iterator[int]:
+        for first, last in self.ranges():
+            yield from range(first, last + 1)
+
     def add(self, number: int) -> None:
         """Add one integer. Adjacent ranges join."""
         firsts, lasts = self._firsts, self._lasts
@@ -52,6 +56,30 @@ class RangeSet:
         else:
             firsts.insert(at, number)
             lasts.insert(at, number)
+
+    def add_range(self, first: int, last: int) -> None:
+        """Add the integers from `first` to `last`. Ranges that it touches join."""
+        firsts, lasts = self._firsts, self._lasts
+        at = bisect_left(lasts, first - 1)
+        end = bisect_right(firsts, last + 1)
+        if at < end:
+            first, last = min(first, firsts[at]), max(last, lasts[end - 1])
+        firsts[at:end] = [first]
+        lasts[at:end] = [last]
+
+    def remove(self, number: int) -> None:
+        """Remove one integer, if it is here."""
+        firsts, lasts = self._firsts, self._lasts
+        if lasts and number == firsts[0] < lasts[0]:
+            firsts[0] += 1
+            return
+        at = bisect_right(firsts, number) - 1
+        if at < 0 or number > lasts[at]:
+            return
+        first, last = firsts[at], lasts[at]
+        rest = [(low, high) for low, high in ((first, number - 1), (number + 1, last)) if low <= high]
+        firsts[at : at + 1] = [low for low, _ in rest]
+        lasts[at : at + 1] = [high for _, high in rest]
 
     def without(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
         """Return the ranges that remain without some integers, in ascending order."""

@@ -1,0 +1,129 @@
+"""The keeps of a run: the file of this node, `window/keeps.jsonl`, and the notes to other nodes in `.capd/keeps`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from capd.store.disk.files import make_directory, new_file
+
+__all__ = ["Keep", "KeepsFile"]
+
+# Of the largest lines, more than `capd.server.recorder.run_keeps` writes.
+_MAX_NBYTES = 64 << 20
+_MAX_NOTE_NBYTES = 4096
+# Notes of one run that are looked at.
+_MAX_NOTES = 65_536
+_NOTE = re.compile(r"(\d{1,15})-(\d{1,15})-([A-Za-z0-9._-]{1,128})\.json")
+_MAX_REASON_CHARS = 500
+_MAX_ITERATION = 1 << 53
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """A keep: why, the iteration that asked, the first and the last that are kept, and the node that asked."""
+
+    time_ns: int
+    reason: str
+    attempt: int
+    iteration: int
+    first: int
+    last: int
+    node: str
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its numbers can be believed."""
+        numbers = self.attempt, self.iteration, self.first, self.last
+        return (
+            all(0 <= one <= _MAX_ITERATION for one in numbers) and self.first <= self.iteration <= self.last
+        )
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Keep).decode
+
+
+class KeepsFile:
+    """The keeps of one run on one node, and those that other nodes ask for. One thread has it."""
+
+    def __init__(self, run: Path, directory: Path, node: str) -> None:
+        """Remember the places."""
+        self._path, self._notes, self._node = directory / "keeps.jsonl", run / ".capd" / "keeps", node
+        self._seen: set[str] = set()
+
+    def earlier(self) -> list[Keep]:
+        """Return the keeps of earlier daemons. Lines that are none are left out. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(_MAX_NBYTES)
+        except FileNotFoundError:
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(self._path, len(whole))
+        return [keep for line in whole.splitlines() if (keep := _keep_of(line)) is not None]
+
+    def append(self, keep: Keep) -> None:
+        """Append a keep to the file. Raises OSError."""
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self._path, flags, 0o600)
+        try:
+            os.write(fd, _encode(keep) + b"\n")
+        finally:
+            os.close(fd)
+
+    def tell(self, keep: Keep) -> None:
+        """Leave a note for the daemons of other nodes. Raises OSError."""
+        make_directory(self._notes)
+        name = f"{keep.attempt}-{keep.iteration}-{self._node}.json"
+        self._seen.add(name)
+        try:
+            new_file(self._notes / name, [_encode(keep)])
+        except FileExistsError:
+            return
+
+    def told(self) -> Iterator[Keep]:
+        """Yield the keeps that other nodes asked for since the last call."""
+        try:
+            names = set(os.listdir(self._notes))
+        except OSError:
+            return
+        for name in sorted(names - self._seen):
+            found = _NOTE.fullmatch(name)
+            if len(self._seen) >= _MAX_NOTES:
+                return
+            if found is None or found[3] == self._node:
+                self._seen.add(name)
+                continue
+            keep = self._read(name)
+            if keep is None:
+                continue
+            self._seen.add(name)
+            if (keep.attempt, keep.iteration, keep.node) == (int(found[1]), int(found[2]), found[3]):
+                yield keep
+
+    def _read(self, name: str) -> Keep | None:
+        """Return a note; None if it is not whole yet, or none at all."""
+        try:
+            fd = os.open(self._notes / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return _keep_of(os.read(fd, _MAX_NOTE_NBYTES))
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+
+def _keep_of(line: bytes) -> Keep | None:
+    try:
+        keep = _decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return keep if keep.is_sound and len(keep.reason) <= _MAX_REASON_CHARS else None
