@@ -108,10 +108,15 @@ class Daemon:
     def anonymous_nbytes(self) -> int:
         """RssAnon of the process."""
         assert self.process is not None
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("no RssAnon in /proc status")
+        return anonymous_nbytes(self.process.pid)
+
+
+def anonymous_nbytes(pid: int) -> int:
+    """RssAnon of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon in /proc status")
 
 
 def command_line(pid: int | str) -> list[bytes]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from capd_client.protocol.control import Control, Drain, Drained, Stats, Steer, Steered
+from capd_client.protocol.control import Control, Drain, Drained, Keep, Stats, Steer, Steered
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import (
     MAX_FRAME_NBYTES,
@@ -62,6 +62,7 @@ MESSAGES = [
         Steered(id=9, in_force=STEER, since=7, pending=STEER, modules=3, problem="no"),
         Drain(7),
         Drained(7),
+        Keep(3, "loss spike", 12),
         Welcome(protocol=1, epoch=b"e" * 16, run_id="run", store="/s", version="1"),
         Reject("run", "no", retry=True),
         Ack([(1, 5), (7, 9)]),

@@ -10,6 +10,7 @@ from capd.config import (
     DaemonSettings,
     load_daemon_settings,
     load_retention,
+    load_triggers,
     misspelt_variables,
     read_file,
     resolve_daemon,
@@ -84,6 +85,8 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "upload_bandwidth": "10MB", "upload_live_bandwidth": "5MB",
         "upload_delete_local": "after:2h", "upload_drain_s": "60",
         "lab_formats": "mxfp8, nvfp4:16x16", "lab_sample": "1/16", "lab_cpu": "35%",
+        "window_iterations": "4", "window_bytes": "2GiB", "window_memory": "256MiB", "window_directory": "/w",
+        "window_post": "2", "window_statistics": "true",
     }  # fmt: skip
     expected = DaemonSettings(
         store=Path("/s"), endpoint="unix:/e", run_id="r", node="n", threads=4, staging_bytes=64 << 20,
@@ -95,6 +98,8 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         upload_live_bandwidth=5 * 10**6,
         upload_delete_local="after:2h", upload_drain_s=60,
         lab_formats=("mxfp8", "nvfp4:16x16"), lab_sample="1/16", lab_cpu=0.35,
+        window_iterations=4, window_bytes=2 << 30, window_memory=256 << 20, window_directory=Path("/w"),
+        window_post=2, window_statistics=True,
     )  # fmt: skip
     quota = {
         "run_max": "run_max",
@@ -102,18 +107,21 @@ def test_every_field_is_reachable_from_environment_and_file() -> None:
         "series_max": "series_max",
         "quota_policy": "policy",
     }
-    lab = {name: name.removeprefix("lab_") for name in values if name.startswith("lab_")}
-    upload = {name: name.removeprefix("upload_") for name in values if name.startswith("upload_")}
+    prefixed = {
+        table: {name: key for name in values if (key := name.removeprefix(f"{table}_")) != name}
+        for table in ("upload", "lab", "window")
+    }
     table = "\n".join(
         f'{name} = "{value}"'
         for name, value in values.items()
-        if name not in ("allow_uid", *quota, *upload, *lab)
+        if name not in ("allow_uid", *quota, *(name for keys in prefixed.values() for name in keys))
     )
-    uploads = "\n".join(f'{key} = "{values[name]}"' for name, key in upload.items())
     limits = "\n".join(f'{key} = "{values[name]}"' for name, key in quota.items())
-    labs = "\n".join(f'{key} = "{values[name]}"' for name, key in lab.items())
-    tables = f"[quota]\n{limits}\n[upload]\n{uploads}\n[lab]\n{labs}\n"
-    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n{tables}", "all.toml")
+    tables = "\n".join(
+        f"[{table}]\n" + "\n".join(f'{key} = "{values[name]}"' for name, key in keys.items())
+        for table, keys in prefixed.items()
+    )
+    write(f"[daemon]\nallow_uid = [7, 8]\n{table}\n[quota]\n{limits}\n{tables}\n", "all.toml")
 
     assert set(values) == set(DaemonSettings.model_fields)
     assert (
@@ -290,6 +298,71 @@ def test_a_wrong_key_of_the_lab_names_its_place(text: str, said: str) -> None:
     assert problems[0].startswith("capd.toml: [lab] ")
     assert said in problems[0]
     assert "\n" not in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("iterations = 0", "iterations: Input should be greater than or equal to 1, got 0"),
+        ("iterations = 10001", "iterations: Input should be less than or equal to 10000"),
+        ('iterations = 3\nbytes = "1KiB"', "bytes: Input should be greater than or equal to 1048576"),
+        ('iterations = 3\nbytes = "much"', "bytes: 'much' is not a size"),
+        (
+            'iterations = 3\nbytes = "1GiB"\nmemory = "2GiB"',
+            "memory: 2147483648 bytes are more than the 1073741824 of bytes; lower memory, or raise bytes",
+        ),
+        ("iterations = 3\npost = -1", "post: Input should be greater than or equal to 0"),
+        ("iteration = 3", "iteration: unknown key; known keys: iterations, bytes, memory, directory, post"),
+    ],
+)
+def test_a_wrong_key_of_the_window_names_what_is_allowed(text: str, said: str) -> None:
+    _, problems = read_file(write(f"[window]\n{text}\n"))
+
+    assert len(problems) == 1
+    assert problems[0].startswith(f"capd.toml: [window] {said}")
+    assert "\n" not in problems[0]
+
+
+@pytest.mark.parametrize("text", ['bytes = "1GiB"', "statistics = true"])
+def test_a_window_may_have_its_iterations_from_a_variable_and_needs_them(text: str) -> None:
+    file = write(f"[window]\n{text}\n")
+
+    found = load_daemon_settings({}, {"CAPD_WINDOW_ITERATIONS": "7"}).window
+    assert found is not None
+    assert found.iterations == 7
+    with pytest.raises(ConfigError) as caught:
+        load_daemon_settings({}, {})
+
+    name = text.split(" ")[0]
+    assert str(caught.value).startswith(
+        f"window_{name} (file {file.name}): it needs iterations, the number of"
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_is_the_settings_of_the_recorder() -> None:
+    assert load_daemon_settings({}, {}).window is None
+    write('[window]\niterations = 5\nbytes = "1GiB"\ndirectory = "spool"\n')
+
+    found = load_daemon_settings({}, {}).window
+
+    assert found is not None
+    assert (found.iterations, found.nbytes, found.post_iterations) == (5, 1 << 30, 5)
+    assert found.directory == Path("spool").absolute()
+    again = load_daemon_settings({}, {"CAPD_WINDOW_POST": "0"}).window
+    assert again is not None
+    assert again.post_iterations == 0
+
+
+def test_a_rule_that_keeps_needs_a_window() -> None:
+    rule = '[[trigger]]\nname = "nan"\nmetric = "nan"\nabove = 0\naction = "keep"\n'
+    write(rule)
+    with pytest.raises(ConfigError, match=r'"keep" needs \[window\]'):
+        load_triggers({})
+
+    write("[window]\niterations = 3\n" + rule)
+
+    assert [one.action for one in load_triggers({})] == ["keep"]
 
 
 def test_a_list_of_formats_is_that_of_the_environment() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from capd_client.protocol.control import Drained, Steered
+from capd_client.protocol.control import Drained, Keep, KeepReply, Steered
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.key import Key
 from capd_client.protocol.messages import (
@@ -92,6 +92,9 @@ class Peer:
     seals: list[int] = field(default_factory=list)
     steered: list[Steered] = field(default_factory=list)
     drained: list[Drained] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
+    kept: bool = True  # whether KEEPs are answered
+    kept_problem: str = ""
 
     def __post_init__(self) -> None:
         self.hold = threading.Event()
@@ -225,6 +228,10 @@ class Peer:
                     connection.send_bytes(encode(Flushed(message.id)))
                 elif isinstance(message, Steered):
                     self.steered.append(message)
+                elif isinstance(message, Keep):
+                    self.keeps.append(message)
+                    if self.kept:
+                        connection.send_bytes(encode(KeepReply(message.id, self.kept_problem)))
                 elif isinstance(message, Drained):
                     self.drained.append(message)
                 elif isinstance(message, Ping):

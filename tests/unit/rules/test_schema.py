@@ -52,6 +52,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cooldown": -1}, "cooldown: Expected `int` >= 0"),
     ({"severity": "bad"}, "known: info, warning, critical"),
     ({"action": "stop"}, "known: warn, keep"),
+    ({"post": 3}, 'post: it needs action = "keep"'),
+    ({"action": "keep", "post": -1}, "post: Expected `int` >= 0"),
     ({"command": "rm -rf /"}, "command: Expected `array | null`, got `str`"),
     ({"command": []}, "a list of a program and its arguments"),
     ({"command": ["a\0"]}, "no NUL"),

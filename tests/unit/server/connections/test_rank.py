@@ -30,7 +30,8 @@ from capd.server.rank.rank import MAX_IN_WORK_NBYTES, RankSession
 from capd.server.rank.session import RECORD_NBYTES, Phase, Session
 from capd.server.rank.steering import RunSteering
 from capd.server.runs.registry import Registry
-from capd_client.protocol.control import Drain, Drained, Steer, Steered
+from capd.window.keeper import NoRecorder
+from capd_client.protocol.control import Drain, Drained, Keep, KeepReply, Steer, Steered
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import (
@@ -148,6 +149,7 @@ def stage() -> Iterator[Stage]:
         save=lambda _: saves[0],
         hurry=lambda: hurried.append(None),
         sending=SendLoop(),
+        keeper=NoRecorder(),
     )
     made = Stage(registry, context, closing, saves, hurried)
     yield made
@@ -437,3 +439,12 @@ def test_a_rank_that_claims_an_impossible_selection_breaks_the_protocol(stage: S
     assert isinstance(answer, Reject)
     assert answer.code == "malformed"
     assert stage.registry.steering.wanted is None
+
+
+def test_a_keep_of_a_rank_is_answered_with_why_nothing_is_kept(stage: Stage) -> None:
+    line = stage.connect()
+    assert isinstance(line.receive(), Welcome)
+    line.send(Keep(7, "loss spike", 12))
+    answer = line.receive()
+    assert isinstance(answer, KeepReply)
+    assert (answer.id, "set iterations in [window]" in answer.problem) == (7, True)

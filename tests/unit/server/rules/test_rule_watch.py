@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from capd.errors import ConfigError
 from capd.rules.schema import parse_triggers
 from capd.server.rules.commands import MAX_WAITING as MAX_COMMANDS
 from capd.server.rules.commands import AlertCommands
-from capd.server.rules.rank_looks import RankLook
+from capd.server.rules.rank_looks import RankLook, RankLooks
 from capd.server.rules.record_feed import MAX_WAITING, RecordFeed
 from capd.server.rules.watch import RuleWatch
 from capd.store.alerts.file import alerts_of_run, alerts_path
@@ -44,11 +45,20 @@ def row(iteration: int, value: float = float("nan")) -> RecordRow:
 class Kept:
     """A flight recorder that notes what it is asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int, str]] = []
+    def __init__(self, answer: str = "") -> None:
+        self.asked: list[tuple[str, int | None, str, int | None]] = []
+        self._answer = answer
 
-    def keep(self, run_id: str, iteration: int, reason: str) -> None:
-        self.asked.append((run_id, iteration, reason))
+    def keep(self, run_id: str, iteration: int | None, reason: str, *, post: int | None = None) -> str:
+        self.asked.append((run_id, iteration, reason, post))
+        return self._answer
+
+
+class NoLooks:
+    """Looks at no rank."""
+
+    def look(self) -> list[object]:
+        return []
 
 
 @pytest.fixture
@@ -120,11 +130,24 @@ def test_a_flight_recorder_is_asked_and_without_one_the_rule_is_refused(root: Pa
     with pytest.raises(ConfigError, match=r'trigger .nan.: action: "keep" needs \[window\]'):
         RuleWatch(rules, root, "n", durable=False, statistics=True)
     keeper = Kept()
-    watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeper=keeper)
-    watch.start()
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeps=True)
+    watch.begin(cast("RankLooks", NoLooks()), keeper)
     watch.feed.offer("run", [(HEADER, row(37))])
     watch.stop(30.0)
-    assert keeper.asked == [("run", 37, "nan")]
+    assert keeper.asked == [("run", 37, "nan", None)]
+
+
+def test_a_rule_says_how_much_is_kept_after_it_and_a_refusal_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = parse_triggers([{**NAN, "action": "keep", "post": 2}])
+    keeper = Kept("the disk is full")
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeps=True)
+    watch.begin(cast("RankLooks", NoLooks()), keeper)
+    watch.feed.offer("run", [(HEADER, row(37))])
+    watch.stop(30.0)
+    assert keeper.asked == [("run", 37, "nan", 2)]
+    assert "[trigger] run run: nan keeps nothing: the disk is full" in [one.message for one in caplog.records]
 
 
 def test_commands_that_do_not_fit_are_counted_and_the_running_one_ends_with_the_daemon(

@@ -35,7 +35,13 @@ class Ranks:
         self.run = Run("run", Path("/captures/run.zarr"))
         self.ranks = [self._join(number) for number in range(count)]
         self.shutdowns = 0
-        self._controller = Controller(cast("Registry", self), self._shutdown)
+        self.kept: list[tuple[str, int | None, str]] = []
+        self.keep_problem = ""
+        self._controller = Controller(cast("Registry", self), self._shutdown, self)
+
+    def keep(self, run_id: str, iteration: int | None, reason: str, *, post: int | None = None) -> str:
+        self.kept.append((run_id, iteration, reason))
+        return self.keep_problem
 
     def _join(self, number: int) -> RankSession:
         hello = Hello(
@@ -101,6 +107,24 @@ def test_it_is_done_once_every_rank_follows(two: Ranks) -> None:
         (0, 7, False),
         (1, 8, False),
     ]
+
+
+def test_a_keep_asks_the_recorder_and_says_why_nothing_is_kept(two: Ranks) -> None:
+    newest, around = (
+        two.control(Control("keep")),
+        two.control(Control("keep", iteration=12, reason="loss\x1b[2J")),
+    )
+    two.keep_problem = "the disk is full"
+    refused = two.control(Control("keep", "run", reason="x"))
+
+    assert (newest.code, around.code, refused.code) == ("ok", "ok", "failed")
+    assert newest.message.startswith("run run: keeps the iterations around its newest iteration")
+    assert around.message.startswith("run run: keeps the iterations around iteration 12")
+    assert refused.message == "run run: nothing is kept: the disk is full"
+    assert two.kept == [
+        ("run", None, "capd ctl keep"), ("run", 12, "loss\N{REPLACEMENT CHARACTER}[2J"), ("run", None, "x"),
+    ]  # fmt: skip
+    assert two.control(Control("keep", "other")).code == "nothing"
 
 
 def test_a_run_is_not_sealed_before_it_is_open_and_of_all_only_those_that_are(two: Ranks) -> None:
