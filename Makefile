@@ -97,12 +97,14 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/capture_call.py
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
+	$(BIN)/python benchmarks/training_overhead.py --live --rounds 24 --steps 8
 	$(BIN)/python benchmarks/first_seconds.py
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/scrapes.py
 	$(BIN)/python benchmarks/live/top.py
 	$(BIN)/python benchmarks/upload.py
 	$(BIN)/python benchmarks/live/lab.py
+	$(BIN)/python benchmarks/live/recorder.py
 	$(BIN)/python benchmarks/many_ranks.py
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py

@@ -1,6 +1,6 @@
 """The cost of capturing every Linear for a training step, by variants from no capture to synchronous saving.
 
-    python benchmarks/training_overhead.py [--client transformers] [--rounds 6] [--json FILE]
+    python benchmarks/training_overhead.py [--client transformers] [--live] [--rounds 6] [--json FILE]
 
 The model is a 4-layer transformer, d_model 512, 8 heads, batch 1 x 128 tokens, fp32, 17 Linears, one thread.
 Captured are input, output, grad_output and grad_input of every Linear: 68 tensors, 35.1 MB per step. With `--client
@@ -9,6 +9,9 @@ transformers` the model is a Llama of that size, and its attention is captured, 
 The variants are no capture, empty hooks, bare copies, capd, and synchronous saving. They take turns in blocks within
 one process. Every measured step is captured whole. Between two steps capd's daemon may catch up, so that nothing is
 dropped. The client's work in this time counts as CPU of the step.
+
+With `--live` there are two other variants: capture alone, and capture beside the lab, rules, `capd top` and two open
+pages (live/viewers.py).
 
 "CPU x" is the CPU time of the training process (all threads) per step, relative to no capture. "wall x" is the same
 for the time from the start of a step to its end. Both are compared round by round, and the medians of the ratios are
@@ -285,6 +288,11 @@ def show(result: dict[str, Any], variants: list[Variant], client: Client) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--client", choices=("own", "transformers"), default="own")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="compare capture beside lab, rules, top and pages with capture alone",
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each variant in each round")
     parser.add_argument(
@@ -292,6 +300,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.live:
+        # It imports this module.
+        from benchmarks.live import viewers
+
+        viewers.run(args.rounds, args.steps, args.directory, args.json)
+        return
     torch.set_num_threads(1)
     keep_freed_memory()
     client = transformers_client() if args.client == "transformers" else own_client()

@@ -94,9 +94,18 @@ class Screen:
         """Type q, and return the exit code."""
         os.write(self._ours, b"q")
         code = self.process.wait(30)
+        self._close()
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait(30)
+        self._close()
+
+    def _close(self) -> None:
         self._reader.join(30)
         os.close(self._ours)
-        return code
 
 
 def measured(running: Any, columns: int, rows: int, seconds: float) -> Row:

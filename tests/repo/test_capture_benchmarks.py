@@ -58,6 +58,48 @@ def test_top_beside_ranks_is_measured_on_both_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
+def test_steps_beside_a_recorder_are_measured_and_what_is_kept_is_counted(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [
+        sys.executable,
+        "benchmarks/live/recorder.py",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--long-steps",
+        "40",
+    ]
+    command += ["--directory", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=110, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert list(found["wall_s"]) == ["alone", "recorder", "keep"]
+    run = found["runs"]["recorder"]
+    assert run["offered"] == run["committed"] + run["in_flight"] + sum(run["dropped"].values())
+    assert run["committed"] > 0
+    assert run["window"]["keeps"][-1]["reason"] == "benchmark"
+    assert found["spool_nbytes"]["altogether"] > 0
+    assert found["long"]["run"]["committed"] == found["lost"] == 0
+    assert "bound 1.02" in done.stdout
+
+
+@pytest.mark.fault
+def test_steps_beside_everything_live_are_measured(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/training_overhead.py", "--live", "--rounds", "1", "--steps", "1"]
+    command += ["--directory", str(tmp_path), "--json", str(result)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=110, stdout=subprocess.PIPE, text=True)
+
+    found = json.loads(result.read_text())
+    assert list(found["wall_s"]) == ["alone", "watched"]
+    assert found["dropped"] == 0
+    assert found["daemon_mib"] > 0
+    assert found["pages"] == 2 or "no pages" in done.stdout
+    assert "bound 1.1" in done.stdout
+
+
+@pytest.mark.fault
 def test_steps_beside_an_upload_are_measured_and_counted(tmp_path: Path, s3_server: S3Service) -> None:
     result = tmp_path / "result.json"
     command = [

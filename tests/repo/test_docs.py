@@ -183,9 +183,9 @@ def test_every_setting_of_the_daemon_is_documented() -> None:
     text = page("configuration")
 
     fields = [*DaemonSettings.model_fields, *RetentionSettings.model_fields]
-    # Those of [quota], [upload] and [lab] stand in tables of their own, under the keys that they have there.
+    # Those of [quota], [upload], [lab] and [window] stand in tables of their own, under the keys that they have there.
     keys = [
-        "policy" if field == "quota_policy" else field.removeprefix("upload_").removeprefix("lab_")
+        "policy" if field == "quota_policy" else re.sub("^(upload|lab|window)_", "", field)
         for field in fields
     ]
     assert [key for key in keys if f"| `{key}`" not in text] == []
@@ -196,7 +196,7 @@ def test_every_variable_that_the_client_reads_is_documented() -> None:
     source = "".join(path.read_text() for path in files if path.parent.name != "bootstrap")
     read = set(re.findall(r'"(CAPD_[A-Z_]+)"', source))
 
-    tables = ("when", "daemon", "quota", "upload", "lab", "retention", "trigger")
+    tables = ("when", "daemon", "quota", "upload", "lab", "window", "retention", "trigger")
     keys = {name for name in FileSettings.__struct_fields__ if name not in tables}
     keys |= {f"when.{name}" for name in WhenSettings.__struct_fields__}
     assert keys <= {setting.key for setting in _SETTINGS.values()}
