@@ -14,7 +14,7 @@ import pytest
 import capd
 from capd.analyze.format_choice import choices
 from capd.lab.measuring import measured_bits
-from tests.integration.recorder.told_ranks import NAN, TENSORS, Recording
+from tests.integration.recorder.told_ranks import NAN, TENSORS, Recording, assert_exact
 from tests.kit.daemon import DaemonProcess, wait_for
 from tests.kit.store.cli import run_capd
 
@@ -56,6 +56,10 @@ def recorded(recording: Recording, rules: str = NAN, head: str = "") -> DaemonPr
     recording.an_alert()
     recording.leave()
     wait_for(lambda: not daemon.run_stats("run")["in_flight"], "the rest leaves")
+    stats = daemon.run_stats("run")
+    assert_exact(stats)
+    keeps = stats["window"]["keeps"]
+    assert stats["committed"] == 2 * TENSORS * sum(one["last"] - one["first"] + 1 for one in keeps), stats
     return daemon
 
 
