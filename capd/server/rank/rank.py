@@ -235,6 +235,18 @@ class RankSession:
         return begun - 1 if begun else None
 
     @property
+    def reached(self) -> int:
+        """The iteration that the rank is in, or an earlier one with captures on their way; -1 before the first."""
+        with self._lock:
+            session, last = self.session, self.last_iteration
+            iterations = [-1 if last is None else last]
+            iterations += [item.moment.iteration for item, _ in session.in_work.values()]
+            if self._totals().in_flight > len(session.held) + session.records_in_work:
+                # What the rank has not sent yet is not older than what it sent last.
+                iterations.append(session.newest_iteration)
+        return min(iterations)
+
+    @property
     def alive(self) -> bool:
         """Whether the rank is there, with a connection or between two of them."""
         return self.session.phase in (Phase.LIVE, Phase.ORPHANED)

@@ -101,6 +101,8 @@ class Session:
         self.let_go: dict[DropReason, RangeSet] = {} if history is None else dict(history.let_go)
         self.refused_counts: dict[DropReason, int] = {}
         self.in_work: dict[int, Submission] = {}
+        # The iteration of the capture that came last; -1 before the first.
+        self.newest_iteration = -1
         # The memory of the captures in work here. Their elements stay in the arena.
         self.in_work_nbytes = 0
         # Their elements in the arena.
@@ -203,6 +205,7 @@ class Session:
             elif item.part is None or self._is_new_part(item):
                 submission = (item, define)
                 self.in_work[sequence] = submission
+                self.newest_iteration = item.moment.iteration
                 self.in_work_nbytes += _held_nbytes(item)
                 self.arena_nbytes += item.nbytes
                 submit.append(submission)

@@ -86,8 +86,10 @@ class Upkeep:
         waiting = self._absent(recorder, run, now)
         for client, rank in list(run.ranks.items()):
             attempt = rank.hello.attempt + rank.shift
-            if rank.alive:
-                begun[attempt] = min(begun.get(attempt, rank.begun), rank.begun - 1)
+            if rank.alive or (rank.session.in_work and not rank.died):
+                # A rank that has left may have captures in the lanes.
+                reached = rank.reached
+                begun[attempt] = min(begun.get(attempt, reached), reached)
                 run.mourned.discard(client)
             elif not rank.died or client in run.mourned:
                 continue

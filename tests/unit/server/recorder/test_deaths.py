@@ -49,7 +49,7 @@ class Clock:
     def rank(self, begun: int, number: int = 0, attempt: int = 0) -> Any:
         """A rank that is in its iteration `begun`."""
         rank = SimpleNamespace(
-            hello=SimpleNamespace(attempt=attempt, rank=number), shift=0, alive=True, died=False, begun=begun + 1,
+            hello=SimpleNamespace(attempt=attempt, rank=number), shift=0, alive=True, died=False, reached=begun,
             last_iteration=begun, session=self.desk.rank(number).session, process=SimpleNamespace(end="SIGKILL"),
         )  # fmt: skip
         self.run.ranks[bytes([number]) * 16] = cast("RankSession", rank)
@@ -72,7 +72,7 @@ def clock(tmp_path: Path) -> Clock:
 
 def train(clock: Clock, rank: Any, iterations: range, number: int = 0) -> None:
     for iteration in iterations:
-        rank.begun, rank.last_iteration = iteration + 1, iteration
+        rank.reached = rank.last_iteration = iteration
         clock.desk.put(iteration, number)
         clock.tick()
 
