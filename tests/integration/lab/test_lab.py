@@ -24,6 +24,7 @@ from capd_client.protocol.messages import encode
 from tests.integration.lab import lab_job
 from tests.kit import forking, processes
 from tests.kit.daemon import receive, tool
+from tests.kit.live.lab_worker import hurry, worker_of
 from tests.kit.metrics.scrape import get
 from tests.kit.processes import Daemon, until
 
@@ -76,6 +77,7 @@ def capd(*words: str | Path) -> str:
 
 def lab(daemon: Daemon) -> dict[str, Any]:
     """The daemon's lab, from STATS."""
+    hurry(daemon.process)
     with tool(daemon.socket) as connection:
         connection.send_bytes(encode(Stats(None)))
         reply = receive(connection)
@@ -90,19 +92,6 @@ def accounted(daemon: Daemon, number: int) -> dict[str, int]:
     found: dict[str, int] = lab(daemon)["records"]
     assert sum(found.values()) == number, found
     return {name: count for name, count in found.items() if count}
-
-
-def worker_of(daemon: Daemon) -> int | None:
-    """The process that measures for a daemon."""
-    assert daemon.process is not None
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words, status = (place / "cmdline").read_bytes(), (place / "stat").read_text()
-        except OSError:
-            continue
-        if b"capd.lab.worker" in words and int(status.rpartition(")")[2].split()[1]) == daemon.process.pid:
-            return int(place.name)
-    return None
 
 
 SOURCES = len(lab_job.tensors(0)) - 1  # the whole numbers have no error
@@ -317,7 +306,7 @@ def test_a_killed_process_loses_one_record_at_most_and_another_one_measures_on(
     start_daemon: StartDaemon,
 ) -> None:
     daemon = start_daemon()
-    first = until(lambda: worker_of(daemon))
+    first = until(lambda: worker_of(daemon.process))
     job(daemon)
     accounted(daemon, SAMPLED)
     os.kill(first, signal.SIGKILL)
@@ -325,7 +314,7 @@ def test_a_killed_process_loses_one_record_at_most_and_another_one_measures_on(
     found = accounted(daemon, 2 * SAMPLED)
     assert found.get("failed", 0) <= 1
     assert found["measured"] >= 2 * SAMPLED - 1
-    assert worker_of(daemon) not in (None, first)
+    assert worker_of(daemon.process) not in (None, first)
     assert "[lab] the process that measures is lost: it ended by signal 9; the next one starts in 1 s" in (
         daemon.output()
     )
@@ -337,7 +326,7 @@ def test_a_killed_daemon_keeps_its_rows_and_readers_count_what_is_missing(start_
     job(daemon, LAB_STEPS="40", CAPD_ARENA_BYTES="256MiB")
     until(lambda: lab(daemon)["records"]["measured"] > 20, PATIENCE_S)
     known = lab(daemon)["records"]["measured"]
-    worker = worker_of(daemon)
+    worker = worker_of(daemon.process)
     daemon.kill()
     assert worker is not None
     until(lambda: not Path(f"/proc/{worker}").exists())
@@ -382,12 +371,12 @@ def test_without_a_lab_there_is_no_process_and_with_one_no_torch_in_the_daemon(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
     daemon = start_daemon()
-    until(lambda: worker_of(daemon))
+    until(lambda: worker_of(daemon.process))
     assert daemon.process is not None
     assert "libtorch" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
     daemon.stop()
     plain = start_daemon(CAPD_LAB_FORMATS="")
-    assert worker_of(plain) is None
+    assert worker_of(plain.process) is None
     assert lab(plain) is None
     plain.stop()
 

@@ -16,6 +16,7 @@ from capd.analyze.format_choice import choices
 from capd.lab.measuring import measured_bits
 from tests.integration.recorder.told_ranks import NAN, TENSORS, Recording, assert_exact
 from tests.kit.daemon import DaemonProcess, wait_for
+from tests.kit.live.lab_worker import hurry
 from tests.kit.store.cli import run_capd
 
 K = 4
@@ -119,26 +120,26 @@ def test_rules_judge_records_while_they_are_held_and_only_then(recording: Record
 def test_the_labs_errors_are_there_for_what_is_kept_and_equal_those_of_compare(recording: Recording) -> None:
     daemon = recorded(recording, head=LAB)
     number = 2 * TENSORS * len(KEPT)
-    outcomes = wait_for(
-        lambda: (
-            sum((found := daemon.stats()["lab"]["records"]).values()) >= number
-            and not daemon.stats()["lab"]["waiting"]
-            and found
-        ),
-        "the lab has measured",
-    )
+
+    def measured() -> dict[str, int] | None:
+        hurry(daemon.process)
+        lab = daemon.stats()["lab"]
+        is_done = sum(lab["records"].values()) >= number and not lab["waiting"]
+        return lab["records"] if is_done else None
+
+    outcomes = wait_for(measured, "the lab has measured")
     assert {name: count for name, count in outcomes.items() if count} == {"measured": number}
     assert daemon.stop() == 0
     recording.assert_kept(KEPT)
-    measured = 0
+    seen = 0
     for rank in range(2):
         for series in recording.series(rank):
             for record in series:
                 errors, _ = measured_bits(record.numpy(), series.dtype, choices(FORMATS))
                 assert record.errors == errors
                 assert errors
-                measured += 1
-    assert measured == number
+                seen += 1
+    assert seen == number
     stored = output("compare", recording.run, "--lab", "--by", "tensor_name,iteration")
     fresh = output("compare", recording.run, "--formats", FORMATS, "--by", "tensor_name,iteration")
     fields = ("tensor_name", "iteration", "errors")
