@@ -18,6 +18,7 @@ from capd.store.alerts.file import write_alerts
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.layout import nodes_of
 from capd.store.format.frames import RecordRow
+from capd.store.keeps.file import write_keeps
 from capd.store.objects.address import Address, RunPlace
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
@@ -199,6 +200,13 @@ def _copy_records(
         {
             node: [one for one in alerts if one.iteration in iterations]
             for node, alerts in store.alerts_by_node().items()
+        },
+    )
+    write_keeps(
+        root / f"{name}.zarr",
+        {
+            node: [one for one in keeps if iterations.meets(Ranges(f"{one.first}-{one.last}"))]
+            for node, keeps in store.keeps_by_node().items()
         },
     )
     failpoint("copy.after_records")

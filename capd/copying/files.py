@@ -11,6 +11,7 @@ from capd.errors import StoreError
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import copy_range, link, make_directory, opened, rename, sync_paths, unlink
 from capd.store.documents.remote_state import REMOTE_STATE_NAME
+from capd.store.keeps.held_files import is_of_daemons
 
 __all__ = ["Progress", "copy_file", "copy_tree", "files_of", "link_file"]
 
@@ -36,7 +37,11 @@ def files_of(run: Path) -> Iterator[Path]:
                 raise StoreError(f"{here / name} is not a regular file or directory; a run has none of these")
         for name in sorted(files):
             path = (here / name).relative_to(run)
-            if not name.endswith((*_LEFT_OUT, _TEMPORARY)) and not _is_of_upload(path):
+            if (
+                not name.endswith((*_LEFT_OUT, _TEMPORARY))
+                and not _is_of_upload(path)
+                and not is_of_daemons(path)
+            ):
                 yield path
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from capd.copying.building import Building, building
 from capd.copying.copy import is_quiet
 from capd.copying.files import Progress, link_file
@@ -24,6 +26,8 @@ from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import make_directory, rename, sync_paths, write_file
 from capd.store.documents.zarr_json import group_document, run_ids
 from capd.store.format.frames import FORMAT_VERSION, UNKNOWN_CLIENT, RecordRow
+from capd.store.keeps.file import distinct_keeps, write_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.read.series import Series
 from capd.store.read.store import Store, open_store
 from capd.store.scan.survey import moved_shards
@@ -221,6 +225,7 @@ def _write(sources: Sequence[MergeSource], built: Building, progress: Progress) 
                     writer.store(node).save_session(_shifted(row, source))
         writer.finish()
     write_alerts(built.run, _alerts(sources))
+    write_keeps(built.run, _keeps(sources))
     failpoint("copy.after_records")
 
 
@@ -232,6 +237,16 @@ def _alerts(sources: Sequence[MergeSource]) -> dict[str, list[Alert]]:
             held = found.setdefault(node, [])
             held += [one for one in alerts if one not in held]
     return {node: sorted(alerts, key=lambda one: one.time_ns) for node, alerts in found.items()}
+
+
+def _keeps(sources: Sequence[MergeSource]) -> dict[str, list[Keep]]:
+    """Return the keeps of all runs by node, with the attempts of the merged run. One that two runs have comes once."""
+    found: dict[str, list[Keep]] = {}
+    for source in sources:
+        for node, keeps in source.store.keeps_by_node().items():
+            shifted = (structs.replace(one, attempt=one.attempt + source.shift) for one in keeps)
+            found.setdefault(node, []).extend(shifted)
+    return {node: distinct_keeps(keeps) for node, keeps in found.items()}
 
 
 def _shift_of(source: MergeSource) -> Callable[[RecordRow], int]:

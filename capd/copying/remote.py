@@ -18,6 +18,7 @@ from capd.store.disk.files import make_directory, sync_paths, unlink, write_file
 from capd.store.disk.layout import node_directory
 from capd.store.disk.power import mount_of
 from capd.store.documents.json_document import document_in
+from capd.store.keeps.file import write_keeps
 from capd.store.objects.address import Address
 from capd.store.remote.catalog_copy import write_catalog
 from capd.store.remote.node import RemoteNode
@@ -69,6 +70,7 @@ def bring_run(source: Address, target: Path, progress: Progress) -> int:
         write_catalog(node, directory, mount_of(target))
         if lines := node.alert_lines():
             write_file(directory / ALERTS_NAME, lines)
+        write_keeps(target, {node.name: node.keeps})
     files = [path for path in target.rglob("*") if path.is_file()]
     sync_paths(files, target)
     sync_paths({path.parent for path in files} | {target}, target)

@@ -26,6 +26,7 @@ from capd.store.disk.run_lock import is_written
 from capd.store.documents.remote_state import read_remote_state
 from capd.store.documents.tombstone import tombstone_in
 from capd.store.documents.zarr_json import run_attributes
+from capd.store.keeps.held_files import left_segments, window_nbytes
 from capd.store.objects.address import RunPlace
 
 __all__ = ["RunFacts", "RunSummary", "State", "add_sessions", "inventory", "look_at", "run_paths"]
@@ -53,7 +54,7 @@ class RunSummary:
         records: Its committed records.
         raw_bytes: Their bytes before encoding.
         stored_bytes: Their bytes in the store, with frames.
-        other_bytes: The bytes of logs and catalogs.
+        other_bytes: The bytes of logs and catalogs, and of what a flight recorder holds in the run.
         quant_types: Its quant types, in order.
         ranks: The number of its ranks.
         nodes: The names of the nodes that wrote it.
@@ -157,7 +158,7 @@ def look_at(run: Path, *, is_alone: bool = False) -> RunFacts:
 def _add_node(facts: RunFacts, node: str) -> list[SessionRow]:
     """Add the totals of one node. Return its sessions."""
     directory = node_directory(facts.path, node)
-    facts.other_bytes += log_and_catalog_nbytes(directory / "spool")
+    facts.other_bytes += log_and_catalog_nbytes(directory / "spool") + window_nbytes(facts.path, node)
     catalog = directory / CATALOG_NAME
     with contextlib.suppress(FileNotFoundError):
         facts.ended_s = max(facts.ended_s, catalog.stat().st_mtime)
@@ -198,8 +199,13 @@ def _state(facts: RunFacts, sessions: list[tuple[str, SessionRow]], written: boo
         return "live", why
     if written:
         return "open", "a daemon has it open"
-    spools = (node_directory(facts.path, node) / "spool" for node in facts.nodes)
-    return ("unsealed" if any(any(spool.glob("*")) for spool in spools) else "sealed"), ""
+    return ("unsealed" if any(_has_spool(facts.path, node) for node in facts.nodes) else "sealed"), ""
+
+
+def _has_spool(run: Path, node: str) -> bool:
+    """Return whether a daemon that was killed left something for the next one: unsealed records, or held ones."""
+    spool = node_directory(run, node) / "spool"
+    return any(spool.glob("*")) or next(left_segments(run, node), None) is not None
 
 
 def _may_return(run: Path, live: list[tuple[str, SessionRow]]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capd.errors import CapdError, ObjectStoreError
-from capd.store.alerts.file import alerts_path, whole_lines
 from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.catalog.totals import Held, sums_in
@@ -20,10 +19,10 @@ from capd.store.segments.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
     Manifest,
-    alerts_change,
     decode_manifest,
     node_prefix,
 )
+from capd.store.upload.node_lines import read_node_lines
 from capd.store.verify.remote import verify_remote
 from capd_client.process.text import human_nbytes
 
@@ -109,9 +108,9 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
         stored_bytes=manifest.stored_bytes,
     )
     if manifest.is_complete and is_sealed and uploaded == held:
-        if not alerts_change(manifest.alerts, whole_lines(alerts_path(run, node))):
+        if not read_node_lines(run, node).change(manifest):
             return None
-        return Unsynced(node, state.to, 0, 0, f"the newest alerts are not at {state.to}")
+        return Unsynced(node, state.to, 0, 0, f"the newest alerts and keeps are not at {state.to}")
     missing, nbytes = max(0, records - there), max(0, raw - manifest.raw_bytes)
     why = "" if missing else f"the upload to {state.to} is not complete"
     return Unsynced(node, state.to, missing, nbytes, why)

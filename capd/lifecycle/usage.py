@@ -30,7 +30,8 @@ class Usage:
         series: Their number.
         records: Their records. Errors of formats count as stored bytes and files alone, as in `Held`.
         raw_bytes: The bytes of the records before encoding.
-        stored_bytes: The bytes of the encoded payloads and frames on this disk; of a run with its logs and catalogs.
+        stored_bytes: The bytes of the encoded payloads and frames on this disk; of a run with its logs, its
+            catalogs and what a flight recorder holds in it.
         files: Their files: shards and documents; of a run with those of its nodes.
         reclaimable_bytes: The bytes that `capd gc` can free in the run: quarantine and leftovers of kills.
         moved_bytes: The bytes of payloads and frames that were moved to an object store.

@@ -49,4 +49,7 @@ class NoRecorder:
         asker: str = "",
     ) -> str:
         """Return why nothing is kept."""
-        return "this daemon has no flight recorder, so every capture is stored; set iterations in [window]"
+        return (
+            "this daemon has no flight recorder, so every capture is stored; put iterations = 8 into [window] of "
+            "capd.toml, and restart the daemon"
+        )

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from capd.errors import ConfigError
 from capd.space import mount_of, shown_size
+from capd.store.keeps.held_files import SHARED_MEMORY
 from capd.window.settings import WindowSettings
 from capd_client.config.sizes import amount_nbytes
 
-__all__ = ["SHARED_MEMORY", "check_place", "memory_limit", "place_problem"]
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node; the recorder makes a directory of its own
+__all__ = ["check_place", "memory_limit", "place_problem"]
 
 
 def memory_limit(settings: WindowSettings) -> int:

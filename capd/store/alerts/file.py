@@ -7,7 +7,6 @@ leave out and the next daemon cuts off.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from capd.errors import StoreError
 from capd.store.alerts.alert import MAX_LINE_NBYTES, Alert, alert_line, alert_of
 from capd.store.disk.files import opened, pwrite_all, sync_data, sync_paths, truncate, write_file
 from capd.store.disk.layout import node_directory, nodes_of
+from capd.store.disk.line_file import read_line_file, whole_lines_of
 
 __all__ = [
     "ALERTS_NAME", "MAX_ALERTS_NBYTES", "AlertFollower", "AlertLines", "AlertWriter", "alerts_of_run", "alerts_path",
@@ -25,6 +25,7 @@ __all__ = [
 ALERTS_NAME = "alerts.jsonl"
 MAX_ALERTS_NBYTES = 16 << 20
 """A daemon appends no further alert to a larger file, and nobody reads more of one."""
+_MOST_NBYTES = MAX_ALERTS_NBYTES + MAX_LINE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +70,12 @@ def read_alerts(path: Path, start: int = 0) -> AlertLines:
         StoreError: It is not a regular file.
         OSError: It cannot be read.
     """
-    return parse_alerts(_read_bytes(path, start))
+    return parse_alerts(read_line_file(path, _MOST_NBYTES, start))
 
 
 def whole_lines(path: Path) -> bytes:
     """Return the bytes of a file up to the end of its last whole line. Raises as `read_alerts`."""
-    payload = _read_bytes(path)
-    return payload[: payload.rfind(b"\n") + 1]
-
-
-def _read_bytes(path: Path, start: int = 0) -> bytes:
-    try:
-        # Without O_NONBLOCK the open of a pipe would wait for a writer.
-        with opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as fd:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a regular file")
-            room = min(found.st_size, MAX_ALERTS_NBYTES + MAX_LINE_NBYTES) - start
-            payload = b""
-            while len(payload) < room:
-                piece = os.pread(fd, room - len(payload), start + len(payload))
-                if not piece:
-                    break
-                payload += piece
-            return payload
-    except (FileNotFoundError, NotADirectoryError):
-        return b""
+    return whole_lines_of(path, _MOST_NBYTES)
 
 
 def alerts_of_run(run: Path) -> list[Alert]:

@@ -41,6 +41,8 @@ from capd.store.documents.tombstone import removed_series
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.format.frames import RecordHead, RecordRow
 from capd.store.format.ranges import RangeSet
+from capd.store.keeps.file import keeps_path, read_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.read.spool import Spool, SpooledSeries
 from capd.store.scan.survey import survey, survey_series
 
@@ -140,6 +142,11 @@ class NodeView:
             OSError: It cannot be read.
         """
         return read_alerts(self.directory / ALERTS_NAME).alerts
+
+    @property
+    def keeps(self) -> list[Keep]:
+        """The keeps of the flight recorder as the file of the node has them now. Raises as `alerts`."""
+        return read_keeps(keeps_path(self.run, self.name)).keeps
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

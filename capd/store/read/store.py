@@ -24,6 +24,8 @@ from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.catalog.totals import Held, held_by
 from capd.store.documents.gradient_names import answers
 from capd.store.documents.tombstone import RemovedSeries, Tombstone, removed_series
+from capd.store.keeps.file import distinct_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.objects.address import Address, RunPlace, place_of
 from capd.store.read.elements import ReadTools
 from capd.store.read.notebook import store_html
@@ -293,6 +295,20 @@ class Store:
     def alerts_by_node(self) -> dict[str, list[Alert]]:
         """Return the same alerts, in order, by the name of their node."""
         return {node.name: node.alerts for node in self._nodes}
+
+    @property
+    def keeps(self) -> list[Keep]:
+        """What the flight recorder kept, and why, in order of time. Damaged lines are left out.
+
+        Raises:
+            StoreError: They cannot be read.
+            OSError: They cannot be read.
+        """
+        return distinct_keeps(one for node in self._nodes for one in node.keeps)
+
+    def keeps_by_node(self) -> dict[str, list[Keep]]:
+        """Return the keeps, in order, by the name of the node whose file has them."""
+        return {node.name: node.keeps for node in self._nodes}
 
     @property
     def sessions(self) -> list[SessionRow]:

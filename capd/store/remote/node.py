@@ -20,6 +20,8 @@ from capd.store.catalog.rows import SeriesRow, SessionRow
 from capd.store.documents.headers import sound_row
 from capd.store.format.codecs import crc32c
 from capd.store.format.frames import RecordHead, RecordRow, SeriesHeader, decode_head, decode_row
+from capd.store.keeps.file import MAX_KEEPS_NBYTES, parse_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
 from capd.store.remote.locate import RemoteLocator
@@ -106,17 +108,28 @@ class RemoteNode:
 
     def alert_lines(self) -> bytes:
         """Return the lines of the alerts, as their file on the node has them. Raises as `alerts`."""
+        return self._lines(lambda: self._source.alerts, 2 * MAX_ALERTS_NBYTES)
+
+    @property
+    def keeps(self) -> list[Keep]:
+        """The keeps of the flight recorder that the manifest names. Damaged lines are left out. Raises as `alerts`."""
+        return parse_keeps(self.keep_lines()).keeps
+
+    def keep_lines(self) -> bytes:
+        """Return the lines of the keeps, as their file on the node has them. Raises as `alerts`."""
+        return self._lines(lambda: self._source.keeps, MAX_KEEPS_NBYTES)
+
+    def _lines(self, segment: Callable[[], Segment | None], at_most: int) -> bytes:
         with self._lock:
-            found: bytes = self._retried(self._read_alert_lines)
+            found: bytes = self._retried(lambda: self._read_lines(segment(), at_most))
             return found
 
-    def _read_alert_lines(self) -> bytes:
-        segment = self._source.alerts
+    def _read_lines(self, segment: Segment | None, at_most: int) -> bytes:
         if segment is None:
             return b""
         place = self.directory / segment.name
-        if segment.nbytes > 2 * MAX_ALERTS_NBYTES:
-            raise ObjectStoreError(f"{place} has {segment.nbytes} bytes; this is no segment of alerts")
+        if segment.nbytes > at_most:
+            raise ObjectStoreError(f"{place} has {segment.nbytes} bytes; this is no segment of lines")
         payload = self._bucket.get(f"{node_prefix(self.name)}/{segment.name}", at_most=segment.nbytes)
         if len(payload) != segment.nbytes or crc32c(payload) != segment.crc32c:
             raise ObjectStoreError(f"{place} does not match the size and checksum in the manifest")

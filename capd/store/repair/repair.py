@@ -19,6 +19,8 @@ from capd.store.alerts.file import alerts_path, read_alerts, write_alerts
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.files import make_directory, remove_tree, rename, sync_paths
 from capd.store.disk.layout import nodes_of, series_on_disk
+from capd.store.keeps.file import keeps_path, read_keeps, write_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.repair.node import DamagedNode
 from capd.store.repair.result import Repair
 from capd.store.run.options import StoreOptions
@@ -56,6 +58,7 @@ def repair(run: Path, new: Path, *, progress: Callable[[int], None] | None = Non
                     saved |= part.save()
             done.unknown += [p for p in series_on_disk(run) if p not in saved and shard_files(run / p)]
             write_alerts(root / new.name, _sound_alerts(run))
+            write_keeps(root / new.name, _sound_keeps(run))
             # If no node wrote to the run, the new run is empty.
             if not (root / new.name).exists():
                 RunStore(root, new.stem, "node0", StoreOptions()).close()
@@ -72,6 +75,14 @@ def _sound_alerts(run: Path) -> dict[str, list[Alert]]:
     for node in nodes_of(run):
         with contextlib.suppress(StoreError, OSError):
             found[node] = read_alerts(alerts_path(run, node)).alerts
+    return found
+
+
+def _sound_keeps(run: Path) -> dict[str, list[Keep]]:
+    found = {}
+    for node in nodes_of(run):
+        with contextlib.suppress(StoreError, OSError):
+            found[node] = read_keeps(keeps_path(run, node)).keeps
     return found
 
 

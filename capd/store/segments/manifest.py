@@ -4,6 +4,7 @@
     <run>.zarr/.capd/node=<node>/series-<generation>.parquet     one row per series
     <run>.zarr/.capd/node=<node>/records-<generation>.parquet    one row per record
     <run>.zarr/.capd/node=<node>/alerts-<generation>.jsonl       one line per alert, if there are any
+    <run>.zarr/.capd/node=<node>/keeps-<generation>.jsonl        one line per keep of the recorder, if there are any
 
 A manifest names the segments that are valid. It is the only object besides documents that is ever replaced, and only
 by its one writer. Segments that no manifest names are leftovers. Its last member is the crc32c of all bytes before it.
@@ -23,21 +24,31 @@ from capd.store.format.codecs import crc32c
 from capd.store.format.frames import FORMAT_VERSION
 
 __all__ = [
-    "MANIFEST_FORMAT", "MANIFEST_NAME", "MAX_MANIFEST_NBYTES", "Manifest", "Segment", "alerts_change",
-    "decode_manifest", "encode_manifest", "generation_of", "is_segment", "node_prefix", "segment_name",
+    "MANIFEST_FORMAT",
+    "MANIFEST_NAME",
+    "MAX_MANIFEST_NBYTES",
+    "Manifest",
+    "Segment",
+    "decode_manifest",
+    "encode_manifest",
+    "generation_of",
+    "is_segment",
+    "lines_change",
+    "node_prefix",
+    "segment_name",
 ]  # fmt: skip
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 64 << 20
 
-_NAME = re.compile(r"(?:(?:series|records)-(\d{8})\.parquet|alerts-(\d{8})\.jsonl)", re.ASCII)
+_NAME = re.compile(r"(?:(?:series|records)-(\d{8})\.parquet|(?:alerts|keeps)-(\d{8})\.jsonl)", re.ASCII)
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """An object with rows: of alerts their lines, of others a Parquet table. rows: their number."""
+    """An object with rows: of alerts and keeps their lines, of others a Parquet table. rows: their number."""
 
     name: str
     nbytes: Count
@@ -70,6 +81,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         objects: The number of objects of the node, but for the segments and this one.
         object_bytes: The bytes of these objects.
         alerts: The segment with all alerts; None without any.
+        keeps: The segment with all keeps of the flight recorder; None without any.
     """
 
     format: int = MANIFEST_FORMAT
@@ -93,11 +105,14 @@ class Manifest(msgspec.Struct, kw_only=True):
     object_bytes: Count
     alerts: Segment | None = None
     error_records: Count = 0
+    keeps: Segment | None = None
 
     @property
     def segments(self) -> list[Segment]:
         """All segments that it names."""
-        return [self.series, *self.records, *([] if self.alerts is None else [self.alerts])]
+        return [
+            self.series, *self.records, *(one for one in (self.alerts, self.keeps) if one is not None)
+        ]  # fmt: skip
 
 
 def node_prefix(node: str) -> str:
@@ -106,8 +121,8 @@ def node_prefix(node: str) -> str:
 
 
 def segment_name(kind: str, generation: int) -> str:
-    """Return the name of a segment. kind: "series", "records" or "alerts"."""
-    return f"{kind}-{generation:08d}.{'jsonl' if kind == 'alerts' else 'parquet'}"
+    """Return the name of a segment. kind: "series", "records", "alerts" or "keeps"."""
+    return f"{kind}-{generation:08d}.{'jsonl' if kind in ('alerts', 'keeps') else 'parquet'}"
 
 
 def is_segment(name: str) -> bool:
@@ -169,7 +184,7 @@ def decode_manifest(payload: bytes, place: object) -> Manifest:
     return found
 
 
-def alerts_change(last: Segment | None, payload: bytes) -> bool:
-    """Return whether a node's alerts are other ones than those of a segment."""
+def lines_change(last: Segment | None, payload: bytes) -> bool:
+    """Return whether the lines of a file are other ones than those of a segment. A lost file takes none away."""
     held = None if last is None else (last.nbytes, last.crc32c)
     return bool(payload) and held != (len(payload), crc32c(payload))

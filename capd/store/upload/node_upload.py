@@ -2,7 +2,7 @@
 
 A round publishes what changed since the last one, in an order in which no reader ever sees half of it:
 
-    shards → moments → zarr.json of series → data/zarr.json → groups → records → series → alerts → manifest
+    shards → moments → zarr.json of series → data/zarr.json → groups → records → series → alerts → keeps → manifest
 
 A reader trusts nothing that no manifest names. So a kill at any point leaves the last manifest and everything that it
 names. The next process finds by HEAD what was uploaded after it.
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from capd.errors import CapdError, ObjectStoreError, StoreError
-from capd.store.alerts.file import alerts_path, whole_lines
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import unlink
@@ -28,12 +27,13 @@ from capd.store.documents.remote_state import RemoteState, read_remote_state
 from capd.store.documents.zarr_json import run_attributes
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
-from capd.store.segments.manifest import alerts_change, node_prefix
+from capd.store.segments.manifest import node_prefix
 from capd.store.segments.series_table import DocumentObject, SeriesEntry, ShardObject
 from capd.store.upload.checking import damage_in
 from capd.store.upload.claim import UploadClaim
 from capd.store.upload.local_files import KnownFiles
 from capd.store.upload.moving import UploadedPart
+from capd.store.upload.node_lines import NodeLines, read_node_lines
 from capd.store.upload.plan import PlannedDocument, PlannedSeries, group_documents_of, shard_key
 from capd.store.upload.publish import Publication, publish
 from capd.store.upload.published_node import PublishedNode, fresh_state, load_state, read_remote, take_place
@@ -165,11 +165,11 @@ class NodeUpload:
         if self._remote is None:
             self._remote = self._contact()
         remote = self._remote
-        alerts = whole_lines(alerts_path(self.run, self.node))
+        lines = read_node_lines(self.run, self.node)
         # Readers keep a closing daemon from folding its catalog, so the snapshot ends before the transfers.
         with catalog_snapshot(self._directory) as snapshot:
             plan = self._plan(snapshot, remote, ROUND_NBYTES)
-            is_new = remote.manifest is not None and alerts_change(remote.manifest.alerts, alerts)
+            is_new = remote.manifest is not None and lines.change(remote.manifest)
             if not plan.changes(remote, attributes) and not is_new:
                 self.tools.figures.settled(self._name)
                 return RoundResult(is_complete=plan.is_complete), plan.is_late(remote)
@@ -183,7 +183,7 @@ class NodeUpload:
             self._doubtful,
             partial(damage_in, self.run, self.node),
         )
-        published = self._publish(plan, records, remote, attributes, alerts, transfer)
+        published = self._publish(plan, records, remote, attributes, lines, transfer)
         self._settle(published, remote)
         if not plan.more:
             self.tools.figures.settled(self._name)
@@ -290,7 +290,7 @@ class NodeUpload:
         records: WrittenRecords,
         remote: PublishedNode,
         attributes: dict[str, Any],
-        alerts: bytes,
+        lines: NodeLines,
         transfer: Transfer,
     ) -> PublishedNode:
         assert self._state is not None  # noqa: S101 - read before
@@ -314,7 +314,7 @@ class NodeUpload:
         entries.sort(key=lambda entry: entry.row.id)
         publication = Publication(
             self.run, self.node, attributes, entries, records, plan.sessions, plan.is_complete,
-            remote.generation + 1, len(self._groups), alerts,
+            remote.generation + 1, len(self._groups), lines,
         )  # fmt: skip
         return publish(
             publication, self._directory, self._state, self._bucket, remote, self.conditions, transfer
@@ -389,7 +389,8 @@ def _upload_documents(transfer: Transfer, series: Sequence[PlannedSeries]) -> No
 def versions_of(run: Path, node: str) -> Versions:
     """Return what changes whenever something of a node's part of a run may have to go up."""
     catalog = node_directory(run, node) / CATALOG_NAME
-    places = run / "zarr.json", catalog, catalog.with_name(f"{CATALOG_NAME}-wal"), alerts_path(run, node)
+    log = catalog.with_name(f"{CATALOG_NAME}-wal")
+    places = run / "zarr.json", catalog, log, alerts_path(run, node), keeps_path(run, node)
     return tuple(map(_version, places))
 
 

@@ -1,4 +1,4 @@
-"""The end of a round: segments of records, series and alerts, then the manifest, which makes all visible at once."""
+"""The end of a round: segments of records, series, alerts and keeps, then the manifest, which makes all visible."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from capd.store.segments.manifest import (
     MAX_MANIFEST_NBYTES,
     Manifest,
     Segment,
-    alerts_change,
     decode_manifest,
     encode_manifest,
+    lines_change,
     node_prefix,
     segment_name,
 )
 from capd.store.segments.record_table import iterations_of
 from capd.store.segments.series_table import SeriesEntry, quant_types_of, write_series_table
 from capd.store.upload.local_files import OpenShard
+from capd.store.upload.node_lines import NodeLines
 from capd.store.upload.published_node import AnotherWriter, PublishedNode, save_state
 from capd.store.upload.record_segments import WrittenRecords
 from capd.store.upload.sending.conditions import Conditions
@@ -40,7 +41,7 @@ __all__ = ["Publication", "publish"]
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What a manifest is about. groups: the number of the documents of groups. alerts: the lines of their file."""
+    """What a manifest is about. groups: the number of the documents of groups."""
 
     run: Path
     node: str
@@ -51,7 +52,7 @@ class Publication:
     is_complete: bool
     generation: int
     groups: int
-    alerts: bytes = b""
+    lines: NodeLines = NodeLines()
 
 
 def publish(
@@ -84,8 +85,14 @@ def publish(
     else:
         series = _put_series(what, bucket, conditions, transfer)
     failpoint("upload.after_series")
-    alerts = _put_alerts(what, bucket, before, conditions, transfer)
-    manifest = _manifest(what, state, series, alerts)
+    last = before.manifest
+    alerts = _put_lines(
+        "alerts", what, what.lines.alerts, None if last is None else last.alerts, bucket, conditions, transfer
+    )
+    keeps = _put_lines(
+        "keeps", what, what.lines.keeps, None if last is None else last.keeps, bucket, conditions, transfer
+    )
+    manifest = _manifest(what, state, series, alerts, keeps)
     payload = encode_manifest(manifest)
     etag = _put_manifest(what, state, bucket, before, conditions, transfer, payload)
     failpoint("upload.after_manifest")
@@ -108,17 +115,23 @@ def _put_series(what: Publication, bucket: Bucket, conditions: Conditions, trans
     return series
 
 
-def _put_alerts(
-    what: Publication, bucket: Bucket, before: PublishedNode, conditions: Conditions, transfer: Transfer
+def _put_lines(
+    kind: str,
+    what: Publication,
+    payload: bytes,
+    last: Segment | None,
+    bucket: Bucket,
+    conditions: Conditions,
+    transfer: Transfer,
 ) -> Segment | None:
-    """Upload the alerts if there are other ones than before. A lost file takes none away."""
-    last = None if before.manifest is None else before.manifest.alerts
-    if not alerts_change(last, what.alerts):
+    """Upload the lines of a file if they are other ones than before. A lost file takes none away."""
+    if not lines_change(last, payload):
         return last
-    lines = what.alerts.count(b"\n")
-    alerts = Segment(segment_name("alerts", what.generation), len(what.alerts), crc32c(what.alerts), lines)
-    _put_segment(alerts, what.alerts, what.node, bucket, conditions, transfer)
-    return alerts
+    segment = Segment(
+        segment_name(kind, what.generation), len(payload), crc32c(payload), payload.count(b"\n")
+    )
+    _put_segment(segment, payload, what.node, bucket, conditions, transfer)
+    return segment
 
 
 def _put_segment(
@@ -134,7 +147,9 @@ def _put_segment(
             raise AnotherWriter(bucket, node, f"{segment.name} was written in the meantime") from error
 
 
-def _manifest(what: Publication, state: RemoteState, series: Segment, alerts: Segment | None) -> Manifest:
+def _manifest(
+    what: Publication, state: RemoteState, series: Segment, alerts: Segment | None, keeps: Segment | None
+) -> Manifest:
     objects = [*(shard.nbytes for entry in what.entries for shard in entry.shards),
                *(one.nbytes for entry in what.entries for one in entry.documents)]  # fmt: skip
     span = iterations_of(what.records.footers.values())
@@ -160,6 +175,7 @@ def _manifest(what: Publication, state: RemoteState, series: Segment, alerts: Se
         objects=len(objects) + what.groups,
         object_bytes=sum(objects),
         alerts=alerts,
+        keeps=keeps,
     )
 
 

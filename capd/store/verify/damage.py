@@ -15,7 +15,8 @@ __all__ = ["Damage", "Kind", "Report", "fold"]
 
 # shard: in a sealed shard. spool: in a `.partial` or small log. metadata: in a zarr.json or the `moments` array.
 # catalog: the catalog contradicts the frames. run: in the zarr.json of the run. alerts: in the file of alerts.
-Kind = Literal["shard", "spool", "metadata", "catalog", "run", "alerts"]
+# keeps: in the file of the recorder's keeps.
+Kind = Literal["shard", "spool", "metadata", "catalog", "run", "alerts", "keeps"]
 
 
 @dataclass(frozen=True, slots=True)

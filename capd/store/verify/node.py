@@ -1,4 +1,4 @@
-"""Checks one node's directory on its own: the catalog's totals, the small logs and the alerts."""
+"""Checks one node's directory on its own: the catalog's totals, the small logs, the alerts and the keeps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog.sessions import read_sessions
 from capd.store.catalog.sums import RecordSums, catalog_problems, read_sums
 from capd.store.disk.layout import PARTIAL_GLOB
+from capd.store.disk.run_lock import is_written
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
+from capd.store.keeps.file import keeps_path, read_keeps
+from capd.store.keeps.held_files import describe_left, left_segments
 from capd.store.scan.scan import read_log, scan_shard
 from capd.store.verify.damage import Kind, Report
 
@@ -78,6 +81,8 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
             except OSError as error:
                 node.find("spool", path, f"cannot be read: {error.strerror}")
     _read_alerts(node, directory / ALERTS_NAME)
+    _read_keeps(node, keeps_path(run, node.name))
+    _note_held(run, node)
     quarantine = directory / "quarantine"
     if quarantine.is_dir() and (kept := sorted(path.name for path in quarantine.iterdir())):
         node.report.notes.append(
@@ -96,6 +101,24 @@ def _read_alerts(node: NodePromise, path: Path) -> None:
     # A part of a line at the end is of a kill, and no damage.
     for offset in lines.damaged:
         node.find("alerts", path, "a line is no alert", offset=offset)
+
+
+def _read_keeps(node: NodePromise, path: Path) -> None:
+    try:
+        lines = read_keeps(path)
+    except (StoreError, OSError) as error:
+        node.find("keeps", path, f"cannot be read: {error}")
+        return
+    node.report.nbytes += lines.nbytes
+    for offset in lines.damaged:
+        node.find("keeps", path, "a line is no keep", offset=offset)
+
+
+def _note_held(run: Path, node: NodePromise) -> None:
+    """Tell of held records whose daemon is gone. They are no records yet, so nothing of them is damage."""
+    held = list(left_segments(run, node.name))
+    if held and not is_written(run):
+        node.report.notes.append(f"{node.directory.relative_to(run)}: {describe_left(held)}")
 
 
 def _read_catalog(run: Path, node: NodePromise) -> None:

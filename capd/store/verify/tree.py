@@ -16,7 +16,7 @@ _SERIES_DEPTH = 5
 _GROUP_MEMBERS = frozenset({"zarr_format", "node_type", "attributes", "consolidated_metadata"})
 # A spool and a quarantine may have directories with any files.
 _OWN = re.compile(
-    r"\.capd/(lock|document\.tmp)|\.capd/node=[^/]+/(catalog\.sqlite(-wal|-shm|-journal)?|remote\.json(\.tmp)?|alerts\.jsonl|moving-[^/]+\.tmp|spool/[^/]+\.(partial|log|tmp)|(spool/)?(?!spool/)[^/]+/.+)"
+    r"\.capd/(lock|document\.tmp|keeps/[^/]+\.json)|\.capd/node=[^/]+/(catalog\.sqlite(-wal|-shm|-journal)?|remote\.json(\.tmp)?|alerts\.jsonl|moving-[^/]+\.tmp|spool/[^/]+\.(partial|log|tmp)|(spool/)?(?!spool/)[^/]+/.+)"
     r"|(?!\.capd/)([^/]+/){0,5}zarr\.json"
     r"|([^/]+/){5}(moments/.+|data/zarr\.json|data/c/(0|[1-9][0-9]*)(/0)*)"
 )
