@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 __all__ = [
     "NO_RANK",
+    "SHOWN_KEEPS",
     "AlertStats",
     "DaemonStats",
     "KeepStats",
@@ -28,6 +29,10 @@ NO_RANK = (
     "or `capd run --attach -- CMD`"
 )
 """The reason why a daemon has no run, for its log and for `capd stats`."""
+
+
+SHOWN_KEEPS = 16
+"""The keeps of a run that counters list."""
 
 
 class _Model(BaseModel):
@@ -122,28 +127,30 @@ class KeepStats(_Model):
 
 
 class WindowStats(_Model):
-    """What the flight recorder holds of one run.
+    """What the flight recorder holds of one run. Without a daemon: what one that was killed has left.
 
     Attributes:
-        iterations: The iterations that are held.
+        iterations: The number of iterations that are held.
         first: The smallest of them; null without any.
         last: The largest of them.
-        held_records: The records. They count as in flight.
+        held_records: The records. They count as in flight. Null without a daemon.
         held_bytes: The bytes that they take in memory and on disk.
         memory_bytes: The part in memory.
         disk_bytes: The part on disk.
-        expired: The records that this daemon let go.
-        keeps: The last keeps.
+        expired: The records that this daemon let go; without a daemon, all that were let go.
+        keeps_total: The number of keeps.
+        keeps: The last 16 of them.
     """
 
     iterations: int
     first: int | None
     last: int | None
-    held_records: int
+    held_records: int | None
     held_bytes: int
     memory_bytes: int
     disk_bytes: int
     expired: int
+    keeps_total: int
     keeps: list[KeepStats]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from capd.drops import REQUESTED
 from tests.kit.paths import REPOSITORY
 
 __all__ = ["PAGE", "dashboard", "expressions"]
@@ -88,7 +89,10 @@ def table(title: str, text: str, expression: str) -> Panel:
     return panel(title, text, "table", "none", (expression, ""), target={"format": "table", "instant": True})
 
 
-LOST = f'capd_records_dropped_total{{{RUN}, reason!~"sampled|stopped"}}'
+# What the user's settings leave out is no loss.
+CHOSEN = "|".join(sorted(REQUESTED))
+EXPIRED = ', reason="expired"'
+LOST = f'capd_records_dropped_total{{{RUN}, reason!~"{CHOSEN}"}}'
 
 ROWS: list[tuple[str, int, list[Panel]]] = [
     ("Health", 4, [
@@ -126,7 +130,7 @@ ROWS: list[tuple[str, int, list[Panel]]] = [
                "* on (instance, run_id) group_left (slurm_job_id) capd_run_info)", "{{slurm_job_id}}")),
     ]),
     ("Drops and values", HEIGHT, [
-        lines("Drops by reason", "Captures given up; sampled and stopped are choices", "ops",
+        lines("Drops by reason", "Captures given up; sampled, stopped and expired are choices", "ops",
               (f"sum by (reason) ({rate('capd_records_dropped_total')})", "{{reason}}"), stacked=True),
         lines("In flight", "Captures that are neither committed nor dropped", "short",
               (f"sum by (run_id) (capd_records_in_flight{{{RUN}}})", "{{run_id}}")),
@@ -140,6 +144,17 @@ ROWS: list[tuple[str, int, list[Panel]]] = [
         lines("Kept quiet", "Rules that fired within their cooldown, and records that no rule judged", "ops",
               (rate("capd_alerts_suppressed_total", DAEMON), "{{instance}} suppressed"),
               (rate("capd_rule_records_omitted_total", DAEMON), "{{instance}} not judged")),
+    ]),
+    ("Flight recorder", HEIGHT, [
+        lines("Held", "Bytes that the flight recorder holds in memory and on disk", "bytes",
+              (f"sum by (run_id, place) (capd_window_held_bytes{{{RUN}}})", "{{run_id}} {{place}}"), stacked=True),
+        lines("Held records", "Records that are held, which are in flight, and their iterations", "short",
+              (f"sum by (run_id) (capd_window_held_records{{{RUN}}})", "{{run_id}} records"),
+              (f"max by (run_id) (capd_window_iterations{{{RUN}}})", "{{run_id}} iterations")),
+        lines("Keeps", "Times that the recorder kept what it held", "short",
+              (f"max by (run_id) (increase(capd_window_keeps_total{{{RUN}}}[$__rate_interval]))", "{{run_id}}")),
+        lines("Let go", "Records that left the recorder, as the settings ask for", "ops",
+              (f"sum by (run_id) ({rate('capd_records_dropped_total', more=EXPIRED)})", "{{run_id}}")),
     ]),
     ("Latency", HEIGHT, [
         heat_map("Commits", "From the arrival of a capture to its commit", "capd_commit_duration_seconds"),

@@ -14,6 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
+from capd.drops import REQUESTED
 from tests.kit.metrics.scrape import samples
 from tests.kit.paths import REPOSITORY
 from tests.repo.dashboard import PAGE, dashboard, expressions
@@ -110,6 +111,13 @@ def test_alerts_use_metrics_that_exist() -> None:
     words = set(re.findall(r"\bcapd_\w+", "\n".join(alert_expressions().values())))
 
     assert words <= metrics_of_a_page()
+
+
+def test_what_the_settings_leave_out_is_no_loss_in_the_alerts() -> None:
+    chosen = re.findall(r'reason!~"([^"]*)"', alert_expressions()["CapdRecordsLost"])
+
+    assert chosen
+    assert {frozenset(one.split("|")) for one in chosen} == {REQUESTED}
 
 
 def test_the_page_about_metrics_names_every_metric_and_every_alert() -> None:

@@ -82,6 +82,7 @@ def families(facts: Facts, snapshot: Snapshot) -> list[Family]:
     return [
         *_of_daemon(facts, snapshot),
         *_of_runs(facts, snapshot),
+        *_of_window(snapshot.runs),
         *_of_disk(facts, snapshot),
         *_of_uploads(snapshot.uploads),
         *_of_rules(snapshot),
@@ -147,7 +148,7 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
         each(lambda run: run.committed),
     )  # fmt: skip
     yield Family(
-        "capd_records_dropped_total", "counter", "The captures given up by reason; sampled and stopped are choices",
+        "capd_records_dropped_total", "counter", "The captures given up; sampled, stopped and expired are choices",
         [
             Labelled(run.dropped[reason.value], (*_run(run), ("reason", reason.value)))
             for run in runs
@@ -184,6 +185,32 @@ def _of_runs(facts: Facts, snapshot: Snapshot) -> Iterable[Family]:
             for run in runs
             for kind, value in (("nan", run.nan), ("inf", run.inf))
         ],
+    )  # fmt: skip
+
+
+def _of_window(runs: Iterable[RunFigures]) -> Iterable[Family]:
+    held = [(_run(run), run.window) for run in runs if run.window is not None]
+    if not held:
+        return
+    yield Family(
+        "capd_window_held_bytes", "gauge", "The bytes that the flight recorder holds, by place",
+        [
+            Labelled(value, (*labels, ("place", place)))
+            for labels, window in held
+            for place, value in (("memory", window.memory_bytes), ("disk", window.disk_bytes))
+        ],
+    )  # fmt: skip
+    yield Family(
+        "capd_window_held_records", "gauge", "The records that the flight recorder holds; they are in flight",
+        [Labelled(window.held_records or 0, labels) for labels, window in held],
+    )  # fmt: skip
+    yield Family(
+        "capd_window_iterations", "gauge", "The iterations that the flight recorder holds",
+        [Labelled(window.iterations, labels) for labels, window in held],
+    )  # fmt: skip
+    yield Family(
+        "capd_window_keeps_total", "counter", "The times that the flight recorder kept what it held",
+        [Labelled(window.keeps_total, labels) for labels, window in held],
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from capd.metrics import KeepStats, WindowStats
+from capd.metrics import SHOWN_KEEPS, KeepStats, WindowStats
 from capd.server.pipeline.jobs import Loss
 from capd.server.recorder.let_go import LetGoLedger
 from capd.server.recorder.run_keeps import RunKeeps
@@ -18,8 +18,6 @@ from capd.store.format.ranges import RangeSet
 from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["HeldAccount", "HeldHistory", "HeldRun", "UnkeptRecord"]
-
-_SHOWN_KEEPS = 16
 
 
 class HeldAccount(Protocol):
@@ -155,8 +153,9 @@ class HeldRun:
             memory_bytes=in_memory,
             disk_bytes=nbytes - in_memory,
             expired=self.expired,
+            keeps_total=len(self.keeps.all),
             keeps=[
                 KeepStats.model_validate(msgspec.structs.asdict(keep))
-                for keep in self.keeps.all[-_SHOWN_KEEPS:]
+                for keep in self.keeps.all[-SHOWN_KEEPS:]
             ],
         )

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from capd.store.disk.files import make_directory, new_file
+from capd.store.keeps.keep import Keep, keep_line, keep_of
 
-__all__ = ["Keep", "KeepsFile"]
+__all__ = ["KeepsFile"]
 
 # Of the largest lines, more than `capd.server.recorder.run_keeps` writes.
 _MAX_NBYTES = 64 << 20
@@ -19,32 +18,6 @@ _MAX_NOTE_NBYTES = 4096
 # Notes of one run that are looked at.
 _MAX_NOTES = 65_536
 _NOTE = re.compile(r"(\d{1,15})-(\d{1,15})-([A-Za-z0-9._-]{1,128})\.json")
-_MAX_REASON_CHARS = 500
-_MAX_ITERATION = 1 << 53
-
-
-class Keep(msgspec.Struct, frozen=True):
-    """A keep: why, the iteration that asked, the first and the last that are kept, and the node that asked."""
-
-    time_ns: int
-    reason: str
-    attempt: int
-    iteration: int
-    first: int
-    last: int
-    node: str
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether its numbers can be believed."""
-        numbers = self.attempt, self.iteration, self.first, self.last
-        return (
-            all(0 <= one <= _MAX_ITERATION for one in numbers) and self.first <= self.iteration <= self.last
-        )
-
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Keep).decode
 
 
 class KeepsFile:
@@ -65,7 +38,7 @@ class KeepsFile:
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(self._path, len(whole))
-        return [keep for line in whole.splitlines() if (keep := _keep_of(line)) is not None]
+        return [keep for line in whole.splitlines() if (keep := keep_of(line)) is not None]
 
     def append(self, keep: Keep) -> None:
         """Append a keep to the file. Raises OSError."""
@@ -73,7 +46,7 @@ class KeepsFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self._path, flags, 0o600)
         try:
-            os.write(fd, _encode(keep) + b"\n")
+            os.write(fd, keep_line(keep))
         finally:
             os.close(fd)
 
@@ -83,7 +56,7 @@ class KeepsFile:
         name = f"{keep.attempt}-{keep.iteration}-{self._node}.json"
         self._seen.add(name)
         try:
-            new_file(self._notes / name, [_encode(keep)])
+            new_file(self._notes / name, [keep_line(keep)])
         except FileExistsError:
             return
 
@@ -114,16 +87,8 @@ class KeepsFile:
         except OSError:
             return None
         try:
-            return _keep_of(os.read(fd, _MAX_NOTE_NBYTES))
+            return keep_of(os.read(fd, _MAX_NOTE_NBYTES))
         except OSError:
             return None
         finally:
             os.close(fd)
-
-
-def _keep_of(line: bytes) -> Keep | None:
-    try:
-        keep = _decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return keep if keep.is_sound and len(keep.reason) <= _MAX_REASON_CHARS else None

@@ -26,8 +26,9 @@ from capd.server.recorder.keeps_file import KeepsFile
 from capd.server.recorder.left_records import LeftRecords
 from capd.server.recorder.let_go import LetGoLedger
 from capd.server.recorder.run_keeps import RunKeeps, make_keep
-from capd.server.recorder.spool import HeldFiles, window_directory
+from capd.server.recorder.spool import HeldFiles
 from capd.server.recorder.window import HeldIteration
+from capd.store.keeps.held_files import window_directory
 from capd.window.settings import WindowSettings
 
 __all__ = ["Recorder"]

@@ -7,9 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from capd.server.recorder.keeps_file import Keep, KeepsFile
+from capd.server.recorder.keeps_file import KeepsFile
 from capd.server.recorder.kept_ranges import KeptRange
 from capd.server.recorder.window import AttemptWindow
+from capd.store.keeps.keep import Keep
 
 __all__ = ["KEEPS_PER_MINUTE", "MAX_KEEPS", "RunKeeps", "make_keep"]
 

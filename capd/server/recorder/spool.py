@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import os
-import re
 import stat
 import threading
 from collections import OrderedDict
@@ -23,26 +21,20 @@ from capd.server.recorder.held_record import HeldIdentity, HeldRecord
 from capd.server.recorder.segment import HeldBytes, HeldFile, frame_nbytes
 from capd.server.recorder.window import HeldIteration
 from capd.store.disk.files import make_directory, unlink
-from capd.store.disk.layout import node_directory
-from capd.window.place import SHARED_MEMORY, memory_limit
+from capd.store.keeps.held_files import held_name, memory_directory, spool_place, window_directory
+from capd.window.place import memory_limit
 from capd.window.settings import WindowSettings
 
-__all__ = ["DiskRefused", "HeldFiles", "window_directory"]
+__all__ = ["DiskRefused", "HeldFiles"]
 
 logger = logging.getLogger(__name__)
 
 # Files that stay open. Others are opened again when they are read.
 _MOST_OPEN = 64
-_NAME = re.compile(r"a(\d{1,15})-i(\d{1,15})-\d{1,20}\.held")
 
 
 class DiskRefused(Exception):
     """The disk budget takes no more of the spool."""
-
-
-def window_directory(run: Path, node: str) -> Path:
-    """Return the directory of a node's recorder in a run."""
-    return node_directory(run, node) / "window"
 
 
 class HeldFiles:
@@ -64,10 +56,9 @@ class HeldFiles:
         self.memory_nbytes = self.disk_nbytes = 0
         # It guards the two, and is never held while a file is touched.
         self._lock = threading.Lock()
-        place = hashlib.sha256(os.fsencode(root.absolute()) + b"\0" + node.encode()).hexdigest()[:16]
-        self._memory = SHARED_MEMORY / f"capd-{os.geteuid()}" / f"window-{place}"
+        self._memory = memory_directory(root, node)
         self._memory_limit = memory_limit(settings) if _private(self._memory) else 0
-        self._elsewhere = None if settings.directory is None else settings.directory / f"window-{place}"
+        self._elsewhere = None if settings.directory is None else settings.directory / spool_place(root, node)
         self._numbers = itertools.count()
         self._open: OrderedDict[Path, HeldFile] = OrderedDict()
         self._clear()
@@ -107,7 +98,7 @@ class HeldFiles:
         in_run = window_directory(self._run(run_id), self._node)
         places = [*(place / run_id for place in self._own()), in_run]
         for path in (path for place in places for path in _files(place)):
-            name = _NAME.fullmatch(path.name)
+            name = held_name(path.name)
             if name is None:
                 continue
             try:
@@ -116,7 +107,7 @@ class HeldFiles:
                 logger.error("[window] %s cannot be read, and stays: %s", path, error)
                 continue
             segment.rest()
-            found.append((int(name[1]), int(name[2]), segment))
+            found.append((*name, segment))
         return sorted(found, key=lambda one: (one[0], one[1], one[2].path.name))
 
     def append(
@@ -199,7 +190,7 @@ class HeldFiles:
             for directory in _files(place):
                 if not self._run(directory.name).is_dir():
                     for path in _files(directory):
-                        if _NAME.fullmatch(path.name):
+                        if held_name(path.name) is not None:
                             with contextlib.suppress(OSError):
                                 unlink(path)
                 _remove_empty(directory)

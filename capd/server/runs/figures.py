@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from capd.metrics import WindowStats
 from capd.server.rank.accounting import SessionTotals
 from capd.server.rank.rank import RankSession
 from capd.server.runs.run import Run
@@ -34,6 +35,7 @@ class RunFigures:
         sessions: The sessions by state: live, ended, died.
         arena_nbytes: The arenas of the ranks that are here.
         quota_ratio: The largest share of a quota that is used; None without a quota.
+        window: What the flight recorder holds; None without one.
         ranks: The counters by rank, if they were asked for.
     """
 
@@ -51,6 +53,7 @@ class RunFigures:
     in_flight: int = 0
     arena_nbytes: int = 0
     quota_ratio: float | None = None
+    window: WindowStats | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     sessions: dict[str, int] = field(default_factory=lambda: {"live": 0, "ended": 0, "died": 0})
     ranks: dict[int, RankFigures] = field(default_factory=dict)

@@ -341,6 +341,7 @@ class Registry:
             figures = run_figures(run, ranks, finished, each_rank=each_rank)
             figures.quota_ratio = max((use.used / max(1, use.max) for use in uses), default=None)
             figures.nan, figures.inf = values.nan, values.inf
+            figures.window = None if self.recorder is None else self.recorder.stats(run.run_id)
             found.append(figures)
         return found
 

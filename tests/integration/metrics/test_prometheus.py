@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> 
     token.write_text("s3cret-s3cret-s3cret\n")
     token.chmod(0o600)
     config = runtime_dir / "capd.toml"
-    config.write_text('[[trigger]]\nname = "nan"\nmetric = "nan"\nabove = 0\n')
+    rule, window = 'name = "nan"\nmetric = "nan"\nabove = 0\n', 'iterations = 4\nbytes = "64MiB"\n'
+    config.write_text(f"[[trigger]]\n{rule}[window]\n{window}")
     with daemons() as made:
         made.append(
             DaemonProcess(runtime_dir / "store", runtime_dir / "s.sock", "--metrics", "127.0.0.1:0",
@@ -57,13 +59,17 @@ def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> 
                 for rank in ranks:
                     rank.ask("halt")
                     assert rank.ask("flush") is True
+                # What the flight recorder holds is in flight, and older iterations leave.
+                wait_for(lambda: has_settled(daemon.run_stats("run")), "old iterations leave")
                 stats = daemon.run_stats("run")
-                assert stats["in_flight"] == 0
+                assert stats["in_flight"] == stats["window"]["held_records"]
                 for name, count in (
                     ("capd_records_offered_total", stats["offered"]),
                     ("capd_records_committed_total", stats["committed"]),
                     ("capd_raw_bytes_total", stats["raw_bytes"]),
                     ("sum(capd_records_dropped_total)", sum(stats["dropped"].values())),
+                    ("capd_window_held_records", stats["window"]["held_records"]),
+                    ("sum(capd_window_held_bytes)", stats["window"]["held_bytes"]),
                 ):
                     wait_for(lambda name=name, count=count: server.value(name) == count, f"{name} is {count}")
                 [target_state] = server.api("targets")["activeTargets"]
@@ -90,3 +96,9 @@ def test_prometheus_scrapes_a_running_job(runtime_dir: Path, tmp_path: Path) -> 
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+def has_settled(stats: dict[str, Any]) -> bool:
+    """Whether the recorder holds four iterations up to that of the slowest rank, and what others are ahead of it."""
+    slowest: int = min(session["iteration"] for session in stats["sessions"])
+    return bool(stats["window"]["first"] >= slowest - 3)

@@ -447,4 +447,4 @@ def test_a_keep_of_a_rank_is_answered_with_why_nothing_is_kept(stage: Stage) -> 
     line.send(Keep(7, "loss spike", 12))
     answer = line.receive()
     assert isinstance(answer, KeepReply)
-    assert (answer.id, "set iterations in [window]" in answer.problem) == (7, True)
+    assert (answer.id, "put iterations = 8 into [window]" in answer.problem) == (7, True)

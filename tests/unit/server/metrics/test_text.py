@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from capd.metrics import WindowStats
 from capd.server.metrics.families import Facts, families
 from capd.server.metrics.host import FileSystem, Process
 from capd.server.metrics.snapshot import Snapshot
@@ -36,6 +37,10 @@ def run(name: str = "run", **changes: Any) -> RunFigures:
         "active": True, "quiet_since": 0.0, "world_size": 8, "quant_types": ("bf16", "mxfp8"),
         "raw_nbytes": 100, "stored_nbytes": 70, "offered": 9, "committed": 4, "in_flight": 2, "quota_ratio": 0.25,
         "dropped": Counter(arena_full=3), "ranks": {0: RankFigures(9, 4, 2, 3, 7)},
+        "window": WindowStats(
+            iterations=3, first=5, last=7, held_records=2, held_bytes=64, memory_bytes=48, disk_bytes=16, expired=1,
+            keeps_total=17, keeps=[],
+        ),
     }  # fmt: skip
     return RunFigures(name, **{**fields, **changes})
 
@@ -106,6 +111,23 @@ def test_every_reason_of_an_active_run_begins_at_zero_and_a_quiet_one_has_those_
     }  # fmt: skip
 
     assert reasons == {"active": {reason.value for reason in DROP_REASONS}, "quiet": {"arena_full"}}
+
+
+def test_a_window_has_its_figures_and_without_a_recorder_there_are_none() -> None:
+    found = {
+        (name, frozenset(labels) - {("run_id", "run")}): value
+        for (name, labels), value in samples(page(run(), run("other", window=None))).items()
+        if "window" in name and ("run_id", "run") in labels
+    }
+
+    assert found == {
+        ("capd_window_held_bytes", frozenset({("place", "memory")})): 48,
+        ("capd_window_held_bytes", frozenset({("place", "disk")})): 16,
+        ("capd_window_held_records", frozenset()): 2,
+        ("capd_window_iterations", frozenset()): 3,
+        ("capd_window_keeps_total", frozenset()): 17,
+    }
+    assert "window" not in page(run(window=None))
 
 
 def test_uploads_have_their_figures_and_without_an_address_there_are_none() -> None:

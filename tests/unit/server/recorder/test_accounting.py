@@ -33,7 +33,7 @@ class Accounting(RuleBasedStateMachine):
                 raise OSError(28, "No space left on device")
             _append(ledger, payload)
 
-        self.patch.setattr("capd.server.recorder.spool.SHARED_MEMORY", self.place / "shm")
+        self.patch.setattr("capd.store.keeps.held_files.SHARED_MEMORY", self.place / "shm")
         self.patch.setattr(LetGoLedger, "_append", append)
 
     @initialize(statistics=st.booleans(), memory=st.sampled_from([0, MIB // 4]))
