@@ -43,8 +43,8 @@ def report_lines(report: Row, draw: Draw = table_lines) -> Iterator[str]:
         yield from _table(name, report["by"][name], draw)
     yield ""
     yield from _drop_lines(report["dropped"], draw)
-    if left_out(total):
-        yield "sampled and stopped: left out by the settings"
+    if chosen := sorted(left_out(total)):
+        yield f"{' and '.join(chosen)}: left out by the settings"
 
 
 def _emulation_lines(quant_type: str, texts: Mapping[str, int]) -> Iterator[str]:

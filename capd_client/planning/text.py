@@ -145,6 +145,13 @@ def _node_lines(node: Plan, plan: Plan) -> Iterator[str]:
         rate = "" if per_hour is None else f", {human_nbytes(per_hour)} per hour"
         yield f"  disk       {human_nbytes(node['bytes_per_1000_steps'])} in 1,000 steps{rate}, raw{_RATIO}"
     yield from _disk_lines(node)
+    if (window := node["window"]) is not None:
+        needs = f"{human_count(window['iterations'])} x {human_nbytes(window['step_bytes'])}"
+        holds = "hold" if window["fits"] else "do not hold"
+        yield (
+            f"  window     {needs} = {human_nbytes(window['bytes'])}, raw, which the "
+            f"{human_nbytes(window['limit_bytes'])} of [window] bytes {holds}"
+        )
     speed = "unknown" if not first["link_bytes_per_s"] else f"{human_nbytes(first['link_bytes_per_s'])}/s"
     yield f"  link       {speed} per rank ({first['link'] or 'not measured'})"
     ring = "" if first["ring_bytes"] is None else f", device ring {human_nbytes(first['ring_bytes'])}"

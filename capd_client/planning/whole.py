@@ -16,7 +16,12 @@ _LESS = "fewer steps (--steps), rows (--slice), calls (--mode sample:1/N), tenso
 
 
 def whole_plan(
-    seen: Sequence[RankSeen], *, host: str, disk: Optional[Mapping[str, Any]], ended: bool
+    seen: Sequence[RankSeen],
+    *,
+    host: str,
+    disk: Optional[Mapping[str, Any]],
+    ended: bool,
+    window: Optional[tuple[int, int]] = None,
 ) -> dict[str, Any]:
     """Return the plan as docs/json.md describes it: `ranks`, `nodes`, `warnings` and `world_size`.
 
@@ -25,10 +30,14 @@ def whole_plan(
         host: The name of this node.
         disk: The `disk_plan` of this node, if known.
         ended: Whether the job ended by itself, without an error.
+        window: The iterations and the bytes that the flight recorder of this node may hold; None without one.
     """
     ranks = [rank_plan(one, ended=ended) for one in sorted(seen, key=lambda one: one.rank)]
+    here = disk, window
     nodes = [
-        _node_plan([rank for rank in ranks if rank["host"] == name], disk if name == host else None)
+        _node_plan(
+            [rank for rank in ranks if rank["host"] == name], *(here if name == host else (None, None))
+        )
         for name in dict.fromkeys(rank["host"] for rank in ranks)
     ]
     return {
@@ -39,12 +48,17 @@ def whole_plan(
     }
 
 
-def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, Any]]) -> dict[str, Any]:
+def _node_plan(
+    ranks: Sequence[Mapping[str, Any]],
+    disk: Optional[Mapping[str, Any]],
+    window: Optional[tuple[int, int]],
+) -> dict[str, Any]:
     """Return the sums over the ranks of one host.
 
     Args:
         ranks: The plans of the ranks.
         disk: The `disk_plan` of the host; None if the host is not this node.
+        window: The iterations and the bytes of its flight recorder; None without one, and if it is not this node.
     """
     sums = {name: sum(rank[name] for rank in ranks) for name in ("records", "bytes", "bytes_per_1000_steps")}
     per_hour = _sum(rank["bytes_per_hour"] for rank in ranks)
@@ -60,6 +74,25 @@ def _node_plan(ranks: Sequence[Mapping[str, Any]], disk: Optional[Mapping[str, A
         "disk": disk,
         "room_bytes": room,
         "hours_until_full": room / per_hour if room is not None and per_hour else None,
+        "window": None if window is None else _window_plan(ranks, *window),
+    }
+
+
+def _window_plan(ranks: Sequence[Mapping[str, Any]], iterations: int, limit: int) -> dict[str, Any]:
+    """Return what the flight recorder of a node takes. It holds tensors raw, and no statistics."""
+    step = sum(
+        one["bytes"]
+        for rank in ranks
+        for one in rank["series"]
+        if one["kept"] == "tensor" and not one["besides"]
+    )
+    needed = iterations * step
+    return {
+        "iterations": iterations,
+        "step_bytes": step,
+        "bytes": needed,
+        "limit_bytes": limit,
+        "fits": needed <= limit,
     }
 
 
@@ -114,7 +147,14 @@ def _of_rank(rank: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_node(node: Mapping[str, Any]) -> Iterator[str]:
-    disk, room, in_all = node["disk"], node["room_bytes"], node["bytes_in_all"]
+    disk, room, in_all, window = node["disk"], node["room_bytes"], node["bytes_in_all"], node["window"]
+    if window is not None and not window["fits"]:
+        newest = int(window["limit_bytes"] // window["step_bytes"])
+        yield (
+            f"{window['iterations']} iterations of {node['host']} take {human_nbytes(window['bytes'])}, and [window] "
+            f"bytes is {human_nbytes(window['limit_bytes'])}: only the newest {newest} are held. Raise bytes, lower "
+            f"iterations, or select {_LESS}"
+        )
     if disk is None:
         return
     speed, per_hour = disk.get("write_bytes_per_s"), node["bytes_per_hour"]

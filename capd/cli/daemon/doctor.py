@@ -28,18 +28,19 @@ def doctor(
     """Check this machine, the endpoint, and one round trip of every dtype.
 
     Checks versions, kernel features, the endpoint and its daemon, arena size and memory limits, CPUs, open files,
-    the rank that a job would take, and the store's disk. Then one tensor of every dtype goes through a temporary
-    daemon and store, and the bits are compared. Every failure comes with what to do.
+    the rank that a job would take, the store's disk, and the flight recorder's place. Then one tensor of every dtype
+    goes through a temporary daemon and store, and the bits are compared. Every failure comes with what to do.
 
     \b
     Exit codes:
       1  something fails
     """
     from capd.cli.daemon.checks import CHECKS, Diagnosis
+    from capd.cli.daemon.window_check import check_window
     from capd.config import load_daemon_settings
 
     settings = load_daemon_settings({})
-    findings = [finding for check in CHECKS for finding in check(settings)]
+    findings = [finding for check in (*CHECKS, check_window) for finding in check(settings)]
     dtypes = {} if quick else round_trip()
     if not quick:
         bad = [f"{dtype}: {problem}" for dtype, problem in dtypes.items() if problem != "ok"]

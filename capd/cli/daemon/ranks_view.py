@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from capd.cli.output import human_count
 from capd.cli.table import Column, drawn
+from capd.drops import lost
 from capd.metrics import RankControl, Selected, Steer
 
 __all__ = ["order_lines", "status_lines"]
@@ -22,7 +23,7 @@ def status_lines(ranks: list[RankControl], *, wide: bool = False) -> list[str]:
         Column("modules", [_number(rank.modules) for rank in ranks], right=True, spare=1),
         Column("pending", [_pending(rank) for rank in ranks], is_name=True),
         Column("in flight", [human_count(rank.in_flight) for rank in ranks], right=True),
-        Column("dropped", [human_count(sum(rank.dropped.values())) for rank in ranks], right=True),
+        Column("dropped", [human_count(sum(lost(rank.dropped).values())) for rank in ranks], right=True),
     ]
     return [f"run {ranks[0].run_id}", *drawn(columns, wide=wide)[0]]
 

@@ -63,7 +63,8 @@ def plan(
     Below it, for each rank: records and bytes of a captured step, the median step time, the time on the
     link, and the captured steps that fit into the arena. The link's speed is max_d2h_gbps, or is measured by a copy
     of 64 MiB. For each node: bytes in 1,000 steps and per hour, when the disk is full, the speed of the store's disk
-    (a trial of 64 MiB), memory, and what to add to the memory limits of containers. Warnings name figures that are
+    (a trial of 64 MiB), what the iterations of [window] take and whether its bytes hold them, memory, and what to add
+    to the memory limits of containers. Warnings name figures that are
     too large, and the setting to change.
 
     On several nodes, run it on one node for that node's ranks. If CMD itself starts the ranks of all nodes, as srun
@@ -166,7 +167,8 @@ def _plan(seen: list[RankSeen], settings: DaemonSettings, *, ended: bool) -> dic
         **disk_plan(store, settings.max_disk, settings.keep_free, settings.run_max),
         "write_bytes_per_s": write_speed(store),
     }
-    found = whole_plan(seen, host=host, disk=disk, ended=ended)
+    window = None if settings.window is None else (settings.window.iterations, settings.window.nbytes)
+    found = whole_plan(seen, host=host, disk=disk, ended=ended, window=window)
     for node in found["nodes"]:
         is_here = node["host"] == host
         node["encode_threads"] = (settings.threads or encode_threads()) if is_here else None

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from capd.cli.stores import is_run, resolve_run
 from capd.errors import CapdError, EndpointError, NothingMatched, StoreError
 from capd.metrics import (
     NO_RANK,
+    SHOWN_KEEPS,
     AlertStats,
     DaemonStats,
+    KeepStats,
     LabStats,
     RunCounters,
     RunStats,
     SessionStats,
     UploadStats,
+    WindowStats,
 )
 from capd.server.net.daemon_client import connect
+from capd.store.disk.layout import nodes_of
+from capd.store.keeps.held_files import left_segments
+from capd.store.keeps.keep import Keep
 from capd.store.objects.address import Address, RunPlace, place_of
+from capd_client.protocol.counter_page import DropReason
 
 if TYPE_CHECKING:
     from capd.store.alerts.alert import Alert
@@ -41,6 +51,7 @@ class Counters(RunCounters):
         run_alerts: The alerts of the run; None from a daemon, and if they cannot be read.
         last_alert: The text of the last of them; None without any.
         lab: The lab of the daemon; None without one, and without a daemon.
+        window: What the flight recorder holds, let go and kept; None if it never had anything of the run.
         compression_ratio: raw_bytes / stored_bytes.
     """
 
@@ -56,6 +67,7 @@ class Counters(RunCounters):
     run_alerts: int | None = None
     last_alert: str | None = None
     lab: LabStats | None = None
+    window: WindowStats | None = None
 
 
 class Source:
@@ -174,6 +186,7 @@ def read_store(path: RunPlace) -> Counters:
         sessions=[_session(row) for row in store.sessions],
         run_alerts=None if alerts is None else len(alerts),
         last_alert=alerts[-1].text if alerts else None,
+        window=_left_window(path, store.keeps, totals.dropped.get(DropReason.EXPIRED.value, 0)),
         **asdict(totals),
     )
 
@@ -184,6 +197,33 @@ def _alerts(store: Store) -> list[Alert] | None:
         return store.alerts
     except (OSError, StoreError):
         return None
+
+
+def _left_window(path: RunPlace, keeps: Sequence[Keep], expired: int) -> WindowStats | None:
+    """Return what the recorders of a run did, and what one that was killed has left in its spool."""
+    held = (
+        []
+        if isinstance(path, Address)
+        else [one for node in nodes_of(path) for one in left_segments(path, node)]
+    )
+    if not held and not keeps and not expired:
+        return None
+    iterations = {(one.attempt, one.iteration) for one in held}
+    numbers = [number for _, number in iterations]
+    in_memory = sum(one.nbytes for one in held if one.in_memory)
+    nbytes = sum(one.nbytes for one in held)
+    return WindowStats(
+        iterations=len(iterations),
+        first=min(numbers, default=None),
+        last=max(numbers, default=None),
+        held_records=None,
+        held_bytes=nbytes,
+        memory_bytes=in_memory,
+        disk_bytes=nbytes - in_memory,
+        expired=expired,
+        keeps_total=len(keeps),
+        keeps=[KeepStats.model_validate(structs.asdict(one)) for one in keeps[-SHOWN_KEEPS:]],
+    )
 
 
 def _session(row: Any) -> SessionStats:

@@ -34,7 +34,8 @@ def stats(
     the store, where they are at most one second old.
 
     If captures were lost, the first line says how many, why, and which setting to change. Captures that your
-    settings leave out (sampled, stopped) have a line of their own.
+    settings leave out (sampled, stopped, expired) have a line of their own. What a flight recorder holds, lets go and
+    has kept has lines, too, also after its daemon ended.
 
     --drops lists the drops by key and reason, over all ranks. The counts add up to the counters.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from capd.cli.output import human_count, human_nbytes
@@ -13,7 +13,7 @@ from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.cli.store.counters import Counters
-    from capd.metrics import AlertStats, QuotaUse, SessionStats, UploadStats
+    from capd.metrics import AlertStats, QuotaUse, SessionStats, UploadStats, WindowStats
 
 __all__ = ["one_line", "render", "which_run"]
 
@@ -45,6 +45,8 @@ def render(counters: Counters, *, wide: bool = False) -> tuple[list[str], list[s
     ]
     if counters.rate_mib_s is not None:
         lines.append(f"rate        {counters.rate_mib_s:.1f} MiB/s")
+    if counters.window is not None:
+        lines += _window(counters.window)
     lines += [f"quota       {_quota(use)}" for use in counters.quotas]
     kept = "" if counters.keep_free is None else f" ({human_nbytes(counters.keep_free)} are kept free)"
     if counters.disk_free is not None:
@@ -116,6 +118,25 @@ def _lab(counters: Counters) -> str:
         parts += [f"{human_count(lab.waiting)} wait"] if lab.waiting else []
         parts += [printable(lab.problem)] if lab.problem else []
     return "; ".join(parts)
+
+
+def _window(found: WindowStats) -> Iterator[str]:
+    """Yield what the flight recorder holds, and a line for each of its last keeps."""
+    held = "nothing held"
+    if found.first is not None:
+        numbers = f" {found.first}" if found.first == found.last else f"s {found.first} to {found.last}"
+        records = "" if found.held_records is None else f", {human_count(found.held_records, 'record')}"
+        held = f"iteration{numbers} held{records}, {human_nbytes(found.memory_bytes)} in memory and "
+        held += f"{human_nbytes(found.disk_bytes)} on disk"
+    yield f"window      {held}; {human_count(found.expired, 'record')} let go; {human_count(found.keeps_total, 'keep')}"
+    if found.keeps_total > len(found.keeps):
+        yield f"kept        {human_count(found.keeps_total - len(found.keeps))} earlier ones are not listed"
+    for keep in found.keeps:
+        attempt = f", attempt {keep.attempt}" if keep.attempt else ""
+        yield (
+            f"kept        iterations {keep.first} to {keep.last}: {printable(keep.reason)} at iteration "
+            f"{keep.iteration} (node {printable(keep.node)}{attempt})"
+        )
 
 
 def _by_reason(counts: Mapping[str, int]) -> str:

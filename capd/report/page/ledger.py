@@ -1,9 +1,10 @@
-"""The ledger of a run: how many captures were offered, committed and dropped, and why."""
+"""The ledger of a run: how many captures were offered, committed, dropped and left out, and why."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from capd.drops import left_out, lost
 from capd.errors import StoreError
 from capd.store.read.store import open_store
 
@@ -16,13 +17,14 @@ def ledger_data(source: str) -> dict[str, Any]:
         totals = open_store(source).totals()
     except StoreError as error:
         found: dict[str, Any] = dict.fromkeys(("offered", "committed", "in_flight"))
-        return {"source": source, **found, "dropped": {}, "clean": True, "note": str(error)}
+        return {"source": source, **found, "dropped": {}, "left_out": {}, "clean": True, "note": str(error)}
     return {
         "source": source,
         "offered": totals.offered,
         "committed": totals.committed,
         "in_flight": totals.in_flight,
-        "dropped": dict(totals.dropped),
+        "dropped": lost(totals.dropped),
+        "left_out": left_out(totals.dropped),
         "clean": totals.clean,
         "note": None,
     }

@@ -11,6 +11,7 @@ import torch
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 from tests.kit.store.cli import Result, StoreWriter, linear_key
+from tests.kit.store.keeping import leave_held
 
 Capd = Callable[..., Result]
 
@@ -78,3 +79,30 @@ def test_a_run_that_cannot_be_read_does_not_end_the_checks(capd: Capd, tmp_path:
 
     found = capd("doctor", "--quick", cwd=tmp_path, CAPD_STORE=str(tmp_path / "store"), CAPD_RUN_MAX="1GB")
     assert "the newest run, other, cannot be read: " in found.out
+
+
+def test_the_place_of_the_recorder_is_checked_and_a_killed_daemons_spool_is_told(
+    capd: Capd, tmp_path: Path
+) -> None:
+    assert " recorder: " not in capd("doctor", "--quick", cwd=tmp_path).out
+    writer = StoreWriter(tmp_path / "captures")
+    writer.put("run", linear_key(), np.zeros((4, 4), "f4"), "float32", Moment(iteration=0))
+    writer.close()
+    environ = {
+        "CAPD_NODE": "node0",
+        "CAPD_WINDOW_ITERATIONS": "8",
+        "CAPD_WINDOW_BYTES": "2MiB",
+        "COLUMNS": "500",
+    }
+    found = capd("doctor", "--quick", cwd=tmp_path, **environ)
+    assert "ok    recorder: 8 iterations in 2.0 MiB" in found.out
+    assert "held records" not in found.out
+
+    leave_held(tmp_path / "captures" / "run.zarr", "node0", 7, 5000)
+    found = capd("doctor", "--quick", cwd=tmp_path, **environ)
+    assert "warn  held records: run: 5,000 B of iteration 7 are held by a flight recorder" in found.out
+    assert "→ start the daemon with [window] again: it stores what was asked for" in found.out
+    found = capd("doctor", "--quick", cwd=tmp_path, **{**environ, "CAPD_WINDOW_BYTES": "900TB"})
+    assert found.code == 1
+    assert "fail  recorder: 8 iterations in" in found.out
+    assert "→ [window] bytes:" in found.out

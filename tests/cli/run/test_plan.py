@@ -126,6 +126,32 @@ def test_every_json_field_is_documented() -> None:
     assert {field for field in fields if f"`{field}`" not in text} == set()
 
 
+@pytest.mark.parametrize(("nbytes", "fits"), [(1 << 20, True), (5 << 20, True), ((5 << 20) - 1, False)])
+def test_a_plan_says_whether_the_flight_recorder_holds_its_iterations(nbytes: int, fits: bool) -> None:
+    host = socket.gethostname()
+    large = msgspec.structs.replace(SERIES, iterations={0: [Calls(0, (1 << 17,), 1 << 19, 1)]})
+    reduced = msgspec.structs.replace(large, payload=False)
+    two = [
+        seen(1, host=host, series=[large, reduced]), seen(2, rank=1, host=host, series=[large]),
+        seen(3, rank=2, host="other", series=[large]),
+    ]  # fmt: skip
+    iterations = 5 if nbytes > 1 << 20 else 1
+    settings = DaemonSettings(window_iterations=iterations, window_bytes=nbytes)
+    plan = _plan(two, settings, ended=True)
+
+    here, other = plan["nodes"]
+    assert other["window"] is None
+    assert here["window"] == {
+        "iterations": iterations, "step_bytes": 1 << 20, "bytes": iterations << 20, "limit_bytes": nbytes, "fits": fits,
+    }  # fmt: skip
+    [line] = [line for line in plan_lines(plan) if line.startswith("  window ")]
+    assert f"{iterations} x 1.0 MiB = {iterations}.0 MiB" in line
+    assert line.endswith("[window] bytes hold" if fits else "[window] bytes do not hold")
+    warned = [text for text in plan["warnings"] if "only the newest 4 are held" in text]
+    assert bool(warned) is not fits
+    assert _plan(two, DaemonSettings(), ended=True)["nodes"][0]["window"] is None
+
+
 def test_a_plan_says_what_containers_need_for_the_arenas_and_the_daemon() -> None:
     """The kernel charges an arena to its rank, and the staging buffers to the daemon."""
     plan = _plan([seen(1, host="a"), seen(2, rank=1, host="b")], DaemonSettings(), ended=True)

@@ -52,7 +52,7 @@ def test_the_first_line_speaks_of_drops_and_the_types_of_their_endings() -> None
     assert lines[at + 1].split() == ["x", "failed", "0", "0", "0", "s", "2", "9", "why"]
     assert lines[at + 2].split() == ["y", "not", "tried", "0", "0", "0", "s", "0", "-"]
     assert lines[-3:] == [
-        "x           disk_full      2", "none        sampled        1", "sampled and stopped: left out by the settings"
+        "x           disk_full      2", "none        sampled        1", "sampled: left out by the settings"
     ]  # fmt: skip
     assert next(report_lines(report())).startswith("3 records in")
     assert list(report_lines(report()))[-1] == "nothing was dropped"

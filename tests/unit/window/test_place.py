@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from capd.errors import ConfigError
-from capd.window.place import SHARED_MEMORY, check_place, memory_limit, place_problem
+from capd.store.keeps.held_files import SHARED_MEMORY
+from capd.window.place import check_place, memory_limit, place_problem
 from capd.window.settings import WindowSettings
 
 MIB = 1 << 20

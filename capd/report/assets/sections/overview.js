@@ -26,9 +26,11 @@ const counted = (text, name) => ({ text: say(text), number: true, value: (row) =
 const measured = (text, name) => ({ text: say(text), number: true, value: (row) => row[name], show: num });
 const typed = (text, name, show = named) => ({ text: say(text), value: (row) => row[name], show });
 
+const total = (counts) => Object.values(counts ?? {}).reduce((sum, number) => sum + number, 0);
+
 function tiles(data) {
   const all = data.all;
-  const lost = data.ledger.reduce((sum, one) => sum + Object.values(one.dropped ?? {}).reduce((part, number) => part + number, 0), 0);
+  const lost = data.ledger.reduce((sum, one) => sum + total(one.dropped), 0);
   const found = [[say("records"), count(all.records)], [say("raw"), nbytes(all.raw_bytes)], [say("values"), count(all.count)], [say("series"), count(data.series_total)],
     ["NaN", count(all.nan)], ["Inf", count(all.inf)], [say("dropped"), data.ledger.length ? count(lost) : "–"], [say("skipped"), count(data.skipped_total)]];
   return el("dl", { class: "tiles" }, found.map(([text, value]) => el("div", {}, el("dt", {}, text), el("dd", {}, value))));
@@ -36,12 +38,12 @@ function tiles(data) {
 
 function ledger(data) {
   if (!data.ledger.length) return nothing(say("Tensor files have no ledger: nothing says what was offered."));
-  const rows = data.ledger.map((one) => ({ ...one, note: one.clean ? one.note : say("a kill cut off the last second of some rank's counters"), dropped_total: Object.values(one.dropped ?? {}).reduce((sum, number) => sum + number, 0) }));
-  const reasons = data.ledger.flatMap((one) => Object.entries(one.dropped ?? {}).map(([reason, records]) => ({ source: one.source, reason, records })));
+  const rows = data.ledger.map((one) => ({ ...one, note: one.clean ? one.note : say("a kill cut off the last second of some rank's counters"), dropped_total: total(one.dropped), left_out_total: total(one.left_out) }));
+  const reasons = data.ledger.flatMap((one) => Object.entries({ ...one.dropped, ...one.left_out }).map(([reason, records]) => ({ source: one.source, reason, records })));
   return [
-    table(say("Offered = committed + in flight + dropped, in records"), [typed(word("run"), "source"), counted(word("offered"), "offered"), counted(word("committed"), "committed"),
-      counted(word("in flight"), "in_flight"), counted(word("dropped"), "dropped_total"), typed(word("note"), "note", phrase)], rows),
-    reasons.length ? table(say("Dropped, by reason"), [typed(word("run"), "source"), typed(word("reason"), "reason"), counted(word("records"), "records")], reasons) : nothing(say("No record was dropped.")),
+    table(say("Offered = committed + in flight + dropped + left out, in records"), [typed(word("run"), "source"), counted(word("offered"), "offered"), counted(word("committed"), "committed"),
+      counted(word("in flight"), "in_flight"), counted(word("dropped"), "dropped_total"), counted(word("left out"), "left_out_total"), typed(word("note"), "note", phrase)], rows),
+    reasons.length ? table(say("Dropped and left out, by reason"), [typed(word("run"), "source"), typed(word("reason"), "reason"), counted(word("records"), "records")], reasons) : nothing(say("No record was dropped.")),
   ];
 }
 

@@ -1,0 +1,58 @@
+"""What a killed daemon leaves in its spool, as the commands show it until the next daemon takes it up."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.recorder.test_holding import K, SteppingRank, serve
+from tests.kit.daemon import daemons, wait_for
+from tests.kit.store.cli import run_capd
+
+ADVICE = "start the daemon with [window] again"
+
+
+@pytest.mark.parametrize("memory", ["0", '"1MiB"'])
+def test_the_spool_is_shown_until_the_next_daemon_has_it(tmp_path: Path, memory: str) -> None:
+    run = tmp_path / "store" / "run.zarr"
+    with daemons() as made:
+        made.append(daemon := serve(tmp_path, memory=memory))
+        rank = SteppingRank(daemon.path)
+        rank.connect()
+        for iteration in range(6):
+            rank.step(iteration)
+        wait_for(lambda: daemon.run_stats("run")["window"]["iterations"] <= K, "old iterations leave")
+        live = run_capd("stats", run, "--json", CAPD_ENDPOINT=f"unix:{daemon.path}").json
+        assert (live["source"], live["window"]["held_records"], live["window"]["first"]) == ("daemon", 12, 2)
+        assert (
+            "iterations 2 to 5 held, 12 records"
+            in run_capd("stats", run, CAPD_ENDPOINT=f"unix:{daemon.path}").out
+        )
+        assert ADVICE not in run_capd("verify", run).err
+
+        daemon.stop(signal.SIGKILL)
+        rank.disconnect()
+        left = run_capd("stats", run, "--json", CAPD_ENDPOINT=f"unix:{tmp_path}/none").json
+        assert left["source"] == "store"
+        for name in ("iterations", "first", "last", "memory_bytes", "disk_bytes", "held_bytes"):
+            assert left["window"][name] == live["window"][name], name
+        found = run_capd("verify", run)
+        assert (found.code, found.err.count(ADVICE)) == (0, 1)
+        copied = run_capd("cp", run, tmp_path / "copy.zarr")
+        assert copied.code in (0, 5), copied.err
+        assert not list((tmp_path / "copy.zarr").rglob("*.held"))
+
+        made.append(daemon := serve(tmp_path, 1, memory=memory))
+        rank.path = daemon.path
+        rank.connect()
+        rank.disconnect()
+        rank.close()
+        assert daemon.stop() == 0
+    ended = run_capd("stats", run, "--json", CAPD_ENDPOINT=f"unix:{tmp_path}/none").json
+    assert (ended["committed"], ended["window"]["iterations"], ended["window"]["keeps_total"]) == (12, 0, 1)
+    [keep] = ended["window"]["keeps"]
+    assert (keep["first"], keep["iteration"], keep["node"]) == (2, 5, "n")
+    found = run_capd("verify", run)
+    assert (found.code, found.err) == (0, "")
