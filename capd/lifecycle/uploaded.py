@@ -110,7 +110,7 @@ def _unsynced_of(run: Path, node: str) -> Unsynced | None:
     if manifest.is_complete and is_sealed and uploaded == held:
         if not read_node_lines(run, node).change(manifest):
             return None
-        return Unsynced(node, state.to, 0, 0, f"the newest alerts and keeps are not at {state.to}")
+        return Unsynced(node, state.to, 0, 0, f"the newest alerts or keeps are not at {state.to}")
     missing, nbytes = max(0, records - there), max(0, raw - manifest.raw_bytes)
     why = "" if missing else f"the upload to {state.to} is not complete"
     return Unsynced(node, state.to, missing, nbytes, why)

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from capd.errors import CapdError, ObjectStoreError, StoreError
+from capd.store.alerts.file import alerts_path
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.failpoints import failpoint
 from capd.store.disk.files import unlink
 from capd.store.disk.layout import node_directory
 from capd.store.documents.remote_state import RemoteState, read_remote_state
 from capd.store.documents.zarr_json import run_attributes
+from capd.store.keeps.file import keeps_path
 from capd.store.objects.address import Address
 from capd.store.objects.bucket import Bucket
 from capd.store.segments.manifest import node_prefix

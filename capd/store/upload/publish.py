@@ -52,7 +52,7 @@ class Publication:
     is_complete: bool
     generation: int
     groups: int
-    lines: NodeLines = NodeLines()
+    lines: NodeLines
 
 
 def publish(

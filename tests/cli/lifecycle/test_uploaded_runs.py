@@ -11,6 +11,8 @@ import pytest
 
 from capd.store.alerts.file import alerts_path
 from capd.store.disk.layout import node_directory
+from capd.store.keeps.file import keeps_path, write_keeps
+from capd.store.keeps.keep import Keep
 from capd.store.objects.address import Address
 from capd.store.upload.moving import ShardMover
 from capd.store.upload.node_upload import NodeUpload
@@ -83,19 +85,32 @@ def test_a_run_with_more_than_its_object_store_is_refused(run: Writer, capd: Cap
     assert not run.run.exists()
 
 
-def test_alerts_that_came_after_the_upload_keep_the_run(run: Writer, capd: Capd, remote: Address) -> None:
-    """They are a part of it. A run whose file of alerts is lost has all that the object store has."""
+def give_a_keep(run: Path) -> Path:
+    write_keeps(run, {"n0": [Keep(1, "asked", 0, 3, 2, 4, "n0")]})
+    return keeps_path(run, "n0")
+
+
+def give_an_alert(run: Path) -> Path:
+    give_alerts(run, "n0", alert(1))
+    return alerts_path(run, "n0")
+
+
+@pytest.mark.parametrize("give", [give_an_alert, give_a_keep])
+def test_alerts_and_keeps_that_came_after_the_upload_keep_the_run(
+    run: Writer, capd: Capd, remote: Address, give: Callable[[Path], Path]
+) -> None:
+    """They are a part of it. A run whose file of them is lost has all that the object store has."""
     policy = ("prune", run.run.parent, "--keep-within", "1s", "--only-uploaded", "--json")
-    give_alerts(run.run, "n0", alert(1))
+    lines = give(run.run)
     done = capd("rm", run.run, "--yes")
     assert done.code == 1
-    assert "of node n0, the newest alerts are not at file://" in done.err
+    assert "of node n0, the newest alerts or keeps are not at file://" in done.err
     shutil.copytree(run.run, run.run.with_name("newer.zarr"))
     age(run.run, 20)
     reasons = {one["run"]: one["reason"] for one in capd(*policy).json["runs"]}
     assert reasons["run"] == "not uploaded"
     upload(run.run, remote)
-    alerts_path(run.run, "n0").unlink()
+    lines.unlink()
     assert capd("rm", run.run, "--yes").code == 0
 
 

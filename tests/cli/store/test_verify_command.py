@@ -59,7 +59,8 @@ def test_the_json_document_has_the_documented_fields(capd: Capd, root: Path) -> 
 
     assert found.code == 0
     assert set(found.json) == {
-        "ok", "runs", "series", "records", "bytes", "damaged", "notes", "changed", "repaired", "moved_shards",
+        "ok", "runs", "series", "records", "error_records", "bytes", "damaged", "notes", "changed", "repaired",
+        "moved_shards",
     }  # fmt: skip
     assert (found.json["ok"], found.json["records"], found.json["damaged"]) == (True, 6, [])
 
