@@ -496,8 +496,13 @@ def load_triggers(
     from capd.rules.schema import parse_triggers
 
     rules = parse_triggers(tables)
-    daemon = load_daemon_settings({}, environ, path)
-    if problems := refusals(rules, statistics=daemon.statistics, keeps=daemon.window is not None):
+    settings = load_daemon_settings({}, environ, path)
+    if problems := refusals(
+        rules,
+        statistics=settings.statistics,
+        keeps=settings.window is not None,
+        lab_formats=settings.lab_formats,
+    ):
         raise ConfigError(f"{file}: {problems[0]}")
     return rules
 

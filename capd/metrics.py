@@ -211,6 +211,8 @@ class AlertStats(_Model):
         suppressed: The firings that a cooldown or a limit of a day kept quiet.
         records: The committed records that the rules were offered.
         records_left_out: Those that were not judged, because too many waited.
+        errors: The records whose errors of formats the rules were offered; 0 if no rule asks for any.
+        errors_left_out: Those that were not judged, because too many waited.
         series_forgotten: The times that a rule had to forget a series for another one.
         not_stored: The alerts that are in no file, because it could not be written.
         commands_failed: The commands that could not be started, failed, or took too long.
@@ -226,6 +228,8 @@ class AlertStats(_Model):
     suppressed: int
     records: int
     records_left_out: int
+    errors: int
+    errors_left_out: int
     series_forgotten: int
     not_stored: int
     commands_failed: int

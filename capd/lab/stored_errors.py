@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from capd.analyze.error_sums import Errors
 from capd.analyze.packed.codec import Damaged, pack, unpack
 from capd.errors import DamagedRecord
 from capd.store.format.frames import RecordHead
+from capd_client.protocol.key import Key, Moment
 
-__all__ = ["StoredErrors", "errors_among", "pack_row", "unpack_row"]
+__all__ = ["MeasuredRow", "StoredErrors", "errors_among", "pack_row", "unpack_row"]
 
 _VERSION = b"\x01"
 
@@ -33,6 +35,21 @@ class StoredErrors:
     sequence: int
     errors: dict[str, Errors]
     problems: list[str]
+
+
+class MeasuredRow(NamedTuple):
+    """A row that was stored, and the record that it is of.
+
+    Attributes:
+        series: The path of the record's series.
+        key, moment: Of the record.
+        data: The bytes of the row.
+    """
+
+    series: str
+    key: Key
+    moment: Moment
+    data: bytes
 
 
 def pack_row(row: StoredErrors) -> bytes:

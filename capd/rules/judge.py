@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from capd.rules.format_errors import FormatErrors
 from capd.rules.metrics import RuleMetric
 from capd.rules.schema import BaselineSettings, TriggerSettings
 from capd.rules.subjects import Subjects
 from capd.rules.watched_series import WatchedSeries
 from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
-from capd_client.protocol.key import Moment
+from capd_client.protocol.key import Key, Moment
 
 __all__ = ["MAX_LISTED", "Firing", "Judge"]
 
@@ -164,32 +165,61 @@ class Judge:
 
     def record(self, run_id: str, header: SeriesHeader, row: RecordRow, now_s: float, time_ns: int) -> None:
         """Apply the rules to a record. Firings come from `ready`."""
-        place = run_id, header.path
-        looking = self._looking.get(place)
+        if row.stats is None:
+            return
+        for rule in self._watching(run_id, header.path, header.key):
+            if rule.metric.errors is None and rule.subjects.has_moment(row.moment):
+                place = run_id, header.path
+                state = self._remembered(rule, place, row.moment)
+                value = self._value(rule, state, row.stats)
+                self._apply(rule, place, header.key.rank, row.moment, state, value, now_s, time_ns)
+
+    def errors(
+        self,
+        at: tuple[str, str, Key, Moment],
+        errors: Mapping[str, FormatErrors],
+        now_s: float,
+        time_ns: int,
+    ) -> None:
+        """Apply the rules to the errors of formats on a record, which come after it. Firings come from `ready`.
+
+        Args:
+            at: The run, and path, key and moment of the record.
+            errors: The errors by the format's label.
+            now_s: The time on the caller's clock.
+            time_ns: The time, as nanoseconds since 1970.
+        """
+        run_id, path, key, moment = at
+        for rule in self._watching(run_id, path, key):
+            found = errors.get(rule.metric.fmt)
+            if rule.metric.errors is None or found is None or not rule.subjects.has_moment(moment):
+                continue
+            place = run_id, path
+            state = self._remembered(rule, place, moment)
+            self._apply(rule, place, key.rank, moment, state, rule.metric.errors(found), now_s, time_ns)
+
+    def _watching(self, run_id: str, path: str, key: Key) -> tuple[_Rule, ...]:
+        """Return the rules that look at a series."""
+        looking = self._looking.get((run_id, path))
         if looking is None:
-            looking = tuple(rule for rule in self._rules if rule.subjects.has_series(header.path, header.key))
-            self._looking[place] = looking
+            looking = tuple(rule for rule in self._rules if rule.subjects.has_series(path, key))
+            self._looking[run_id, path] = looking
             if len(self._looking) > _MOST_SERIES:
                 self._looking.popitem(last=False)
-        if not looking or row.stats is None:
-            return
-        for rule in looking:
-            if rule.subjects.has_moment(row.moment):
-                self._apply(rule, place, header.key.rank, row, row.stats, now_s, time_ns)
+        return looking
 
     def _apply(
         self,
         rule: _Rule,
         place: tuple[str, str],
         rank: int,
-        row: RecordRow,
-        stats: StatsRow,
+        moment: Moment,
+        state: WatchedSeries | None,
+        value: float | None,
         now_s: float,
         time_ns: int,
     ) -> None:
-        moment, run_id = row.moment, place[0]
-        state = self._state(rule, place, moment.attempt) if rule.remembers else None
-        value = self._value(rule, state, stats)
+        run_id = place[0]
         if value is None:
             return
         if state is None or state.baseline is None:
@@ -211,6 +241,10 @@ class Judge:
             paths={place[1]: None},
         )  # fmt: skip
         self._fire(rule, known, found, time_ns)
+
+    def _remembered(self, rule: _Rule, place: tuple[str, str], moment: Moment) -> WatchedSeries | None:
+        """Return the state of a rule that has one for each series."""
+        return self._state(rule, place, moment.attempt) if rule.remembers else None
 
     def _state(self, rule: _Rule, place: tuple[str, str], attempt: int) -> WatchedSeries:
         state, is_full = _kept(rule.series, place, partial(WatchedSeries, attempt, rule.baseline), rule.room)

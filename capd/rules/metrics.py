@@ -1,4 +1,4 @@
-"""The metrics of rules: numbers of one record's statistics, of one scalar, or of one rank.
+"""The metrics of rules: numbers of one record's statistics or format errors, of one scalar, or of one rank.
 
 A metric of statistics takes microseconds: the statistics of a record have its counts, sums and exponent histogram.
 Shares of a format come from this histogram. `underflow` counts 0 < |x| < smallest value, exactly. `saturation` counts
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from capd.rules.format_errors import ERROR_KINDS, MEASURED_FORMATS, FormatErrors
 from capd.rules.ranges import ELEMENTS_OF, FORMAT_RANGES, FormatRange
 from capd.store.format.frames import StatsRow
 from capd_client.errors import ConfigError
@@ -39,6 +40,8 @@ class RuleMetric:
         value: The number of a record's statistics; None for metrics of a rank, and for jumps.
         scalar: The name of the scalar; "" for others.
         words: The metric in words.
+        fmt: The format whose errors it is a number of, as `[lab]` names it; "" for others.
+        errors: The number of these errors; None for others.
     """
 
     text: str
@@ -48,6 +51,8 @@ class RuleMetric:
     words: str
     value: Value | None = None
     scalar: str = ""
+    fmt: str = ""
+    errors: Callable[[FormatErrors], float | None] | None = None
 
 
 def scalar_value(stats: StatsRow) -> float | None:
@@ -105,7 +110,8 @@ _PLAIN: dict[str, RuleMetric] = {
 }
 
 METRIC_NAMES = (
-    *_PLAIN, "underflow:FORMAT", "saturation:FORMAT", "near_max:FORMAT", "exponent:QUANTILE", "scalar:NAME",
+    *_PLAIN, "underflow:FORMAT", "saturation:FORMAT", "near_max:FORMAT", "sqnr:FORMAT", "relative_error:FORMAT",
+    "flushed:FORMAT", "scale_std:FORMAT", "exponent:QUANTILE", "scalar:NAME",
 )  # fmt: skip
 
 
@@ -118,6 +124,8 @@ def parse_metric(text: str) -> RuleMetric:
     kind, colon, rest = text.partition(":")
     if not colon and kind in _PLAIN:
         return _PLAIN[kind]
+    if colon and kind in ERROR_KINDS and (kind not in _MADE or _is_measured(rest)):
+        return _of_errors(text, kind, rest)
     make = _MADE.get(kind) if colon else None
     if make is None:
         near = get_close_matches(kind[:80], [name.partition(":")[0] for name in METRIC_NAMES], n=1)
@@ -130,10 +138,28 @@ def _whole(kind: str) -> str:
     return next(name for name in METRIC_NAMES if name.partition(":")[0] == kind)
 
 
+def _is_measured(name: str) -> bool:
+    """Return whether only a lab knows the errors of a format: it has scales or options."""
+    return name not in FORMAT_RANGES and name.partition(":")[0] in MEASURED_FORMATS
+
+
+def _of_errors(text: str, kind: str, name: str) -> RuleMetric:
+    found, family = ERROR_KINDS[kind], name.partition(":")[0]
+    if family not in found.formats or len(name) > _MAX_NAME_CHARS or not name.isprintable():
+        near = get_close_matches(family[:80], found.formats, n=1)
+        hint = f"did you mean {kind}:{near[0]}? " if near and near[0] != family else ""
+        known = f"{', '.join(found.formats)}, with options as in [lab]"
+        raise ConfigError(f"metric: {text[:80]!r} names no format of [lab] that has it; {hint}known: {known}")
+    words = f"{found.words} {name}, on the records that [lab] measures"
+    return RuleMetric(text, "tensor", found.low, found.high, words, fmt=name, errors=found.value)
+
+
 def _range_of(text: str, name: str) -> FormatRange:
     if name in FORMAT_RANGES:
         return FORMAT_RANGES[name]
     known = ", ".join(FORMAT_RANGES)
+    if text.partition(":")[0] in ERROR_KINDS:
+        known += f"; with [lab] also {', '.join(one for one in MEASURED_FORMATS if one not in FORMAT_RANGES)}"
     if name in ELEMENTS_OF:
         elements = " or ".join(f"{text.partition(':')[0]}:{one}" for one in ELEMENTS_OF[name])
         raise ConfigError(

@@ -173,6 +173,8 @@ class TriggerSettings(
             raise ConfigError("factor_above: a rule has it, or above and below; write two rules")
         if metric.of == "rank" or metric.text == "jump":
             raise ConfigError(f"factor_above: {metric.text} has no baseline; give above")
+        if metric.fmt and metric.text.startswith("sqnr:"):
+            raise ConfigError(f"factor_above: {metric.text} is better the larger it is; give below")
         if self.factor_above <= 1:
             raise ConfigError(f"factor_above: a number above 1, not {self.factor_above:g}")
         found = self.baseline or BaselineSettings()

@@ -278,7 +278,12 @@ class Daemon:
         metrics.start(collector.take, self._budget, self._node, self._threads)
         self._recovery.start()
         if self._lab is not None:
-            self._lab.begin(self._pipeline.post, self._budget)
+            rules = self._rules
+            self._lab.begin(
+                self._pipeline.post,
+                self._budget,
+                rules.errors.offer if rules is not None and rules.wants_errors else None,
+            )
         if self._uploads is not None:
             self._uploads.mover.on_moved = self._registry.moved
             self._uploads.begin(self._recovery, self._registry.has_ranks)
@@ -299,6 +304,7 @@ class Daemon:
             durable=settings.durability == "durable",
             statistics=settings.statistics,
             keeps=settings.window is not None,
+            lab_formats=settings.lab_formats,
         )
 
     def _begin_recorder(self, window: WindowSettings) -> None:
@@ -478,12 +484,12 @@ class Daemon:
                 self._recorder.keep(run_id, None, "the daemon was stopped", is_last=True)
             self._recorder.stop(self._drained_by)
         self._registry.save_all(timeout_s=2.0)
-        if self._rules is not None:
-            # Before the seal, so that an upload of the sealed run has all alerts.
-            self._rules.stop(_RULES_S)
         if self._lab is not None:
             # Before the seals, and with little of their time.
             self._lab.stop(min(_LAB_S, max(0.1, (until - time.monotonic()) / 3)))
+        if self._rules is not None:
+            # After the last errors, and before the seal, so that an upload of the sealed run has all alerts.
+            self._rules.stop(_RULES_S)
         self._show_last()
         # Open runs come first, because the recovery of runs may take all the time.
         self._pipeline.seal_all(until)

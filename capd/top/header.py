@@ -135,7 +135,8 @@ def _of_alerts(rules: AlertStats | None, data: TopData) -> list[Line]:
     failures = [f"cannot be read: {safe(data.alerts_problem)}"] if data.alerts_problem else []
     if rules is not None:
         failures += [f"{count(rules.not_stored)} only in the log"] if rules.not_stored else []
-        failures += [f"{count(rules.records_left_out)} records not judged"] if rules.records_left_out else []
+        left_out = rules.records_left_out + rules.errors_left_out
+        failures += [f"{count(left_out)} records not judged"] if left_out else []
     return [_item("alerts", ", ".join(parts + failures), style or ("yellow" if failures else ""))]
 
 

@@ -44,8 +44,13 @@ def check(config: Config = None, as_json: Json = False) -> None:
     problems = trigger_problems(tables)
     rules = [] if problems else parse_triggers(tables)
     if rules:
-        daemon = load_daemon_settings({}, path=path)
-        problems = refusals(rules, statistics=daemon.statistics, keeps=daemon.window is not None)
+        settings = load_daemon_settings({}, path=path)
+        problems = refusals(
+            rules,
+            statistics=settings.statistics,
+            keeps=settings.window is not None,
+            lab_formats=settings.lab_formats,
+        )
     problems = [f"{path}: {problem}" for problem in problems]
     if as_json:
         words = {} if problems else {rule.name: rule_text(rule) for rule in rules}

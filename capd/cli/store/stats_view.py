@@ -88,11 +88,12 @@ def _upload(upload: UploadStats) -> str:
 
 
 def _alerts(found: AlertStats) -> str:
+    left_out = found.records_left_out + found.errors_left_out
     last = f"; the last: {found.last_run}: {found.last}" if found.last else ""
     parts = [
         f"{human_count(found.alerts, 'alert')} of {human_count(found.rules, 'rule')}",
         *([f"{human_count(found.suppressed)} suppressed"] if found.suppressed else []),
-        *([f"{human_count(found.records_left_out, 'record')} not judged"] if found.records_left_out else []),
+        *([f"{human_count(left_out, 'record')} not judged"] if left_out else []),
         *([f"{human_count(found.not_stored, 'alert')} not stored, see the log"] if found.not_stored else []),
         *(
             [f"{human_count(found.commands_failed, 'command')} failed, see the log"]

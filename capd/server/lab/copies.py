@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,7 +56,12 @@ class CopyMemory:
 
 @dataclass(frozen=True, slots=True)
 class RecordCopy:
-    """The copy of one record. on_settled: called once, with whether the record is in the store."""
+    """The copy of one record.
+
+    Attributes:
+        on_settled: Called once, with whether the record is in the store.
+        series: The path of the record's series, once it is in the store.
+    """
 
     run_id: str
     client: bytes
@@ -67,7 +72,8 @@ class RecordCopy:
     nbytes: int
     slot: Slot
     on_settled: Callable[[RecordCopy, bool], None]
+    series: str = ""
 
-    def settle(self, *, committed: bool) -> None:
-        """Note that the record is committed, or never will be."""
-        self.on_settled(self, committed)
+    def settle(self, *, committed: bool, series: str = "") -> None:
+        """Note that the record is committed in a series, or never will be."""
+        self.on_settled(replace(self, series=series), committed)

@@ -7,12 +7,13 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from capd.errors import StoreError, StoreFull
+from capd.lab.stored_errors import MeasuredRow
 from capd.server.lab.copies import RecordCopy
 from capd.server.lab.outcomes import LabFigures
 from capd.server.limits import DiskBudget
@@ -21,7 +22,7 @@ from capd.store.format.frames import RecordRow
 from capd.store.run.run_store import RunStore
 from capd.store.shards.series import Plan
 
-__all__ = ["ErrorWriter"]
+__all__ = ["ErrorWriter", "OnStored"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _FORMAT_NBYTES = 1024
 _HEAD_NBYTES = 256
 
 Post = Callable[[str, Callable[[RunStore], None]], Future[Any]]
+OnStored = Callable[[str, Sequence[MeasuredRow]], None]
 
 
 @dataclass(slots=True)
@@ -44,7 +46,13 @@ class ErrorWriter:
     """The writer of one daemon. `write` belongs to the lab's thread, and hands the rows to the append thread."""
 
     def __init__(
-        self, attributes: dict[str, Any], formats: int, post: Post, budget: DiskBudget, figures: LabFigures
+        self,
+        attributes: dict[str, Any],
+        formats: int,
+        post: Post,
+        budget: DiskBudget,
+        figures: LabFigures,
+        on_stored: OnStored | None = None,
     ) -> None:
         """Remember where to write.
 
@@ -54,19 +62,31 @@ class ErrorWriter:
             post: Runs an action with a run's store on the append thread.
             budget: Admits the bytes of rows.
             figures: Counts the rows.
+            on_stored: Is told of stored rows on the append thread, at once and without waiting. None: nobody asks.
         """
         self._attributes, self._post, self._budget, self._figures = attributes, post, budget, figures
+        self._on_stored = on_stored
         self._row_nbytes = _HEAD_NBYTES + _FORMAT_NBYTES * formats
         self._authors: dict[str, _Author] = {}
         self._has_said = False
+        self._last: Future[Any] | None = None
 
     def write(self, run_id: str, rows: Sequence[tuple[RecordCopy, bytes]]) -> None:
         """Write rows of a run after everything that it has so far. Does not wait."""
         author = self._authors.setdefault(run_id, _Author())
-        done = self._post(run_id, partial(self._commit, rows, author))
+        done = self._post(run_id, partial(self._commit, run_id, rows, author))
         done.add_done_callback(partial(self._count, run_id, len(rows)))
+        self._last = done
 
-    def _commit(self, rows: Sequence[tuple[RecordCopy, bytes]], author: _Author, store: RunStore) -> None:
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all rows are written or refused, at most `timeout_s`."""
+        if self._last is not None:
+            # The append thread takes them in order.
+            wait([self._last], timeout_s)
+
+    def _commit(
+        self, run_id: str, rows: Sequence[tuple[RecordCopy, bytes]], author: _Author, store: RunStore
+    ) -> None:
         planned = [self._planned(store, copy, data) for copy, data in rows]
         opened = {id(plan) for plan, _ in planned if plan.series is None}
         nbytes = 2 * sum(len(data) for _, data in planned)
@@ -78,6 +98,10 @@ class ErrorWriter:
         ]
         store.commit_small(records)
         author.next += len(records)
+        if self._on_stored is not None:
+            self._on_stored(
+                run_id, [MeasuredRow(copy.series, copy.define.key, copy.moment, data) for copy, data in rows]
+            )
         with contextlib.suppress(OSError, StoreError):
             # The rows are in the log. They move to a shard with the next ones, or at the seal.
             store.maintain()

@@ -20,7 +20,7 @@ from capd.lab.sampling import is_in_sample, is_source, parse_sample
 from capd.metrics import LabStats
 from capd.server.lab.budget import CpuBudget, FairShare, MeasuringCost
 from capd.server.lab.copies import CopyMemory, RecordCopy
-from capd.server.lab.error_writer import ErrorWriter, Post
+from capd.server.lab.error_writer import ErrorWriter, OnStored, Post
 from capd.server.lab.measuring_process import MeasuringLost, MeasuringProcess
 from capd.server.lab.outcomes import LabFigures
 from capd.server.limits import DiskBudget
@@ -36,6 +36,8 @@ _LEAST_NBYTES, _MOST_NBYTES = 512 << 10, 128 << 20
 # Rows that are written together, and how long the first of them may wait.
 _MOST_ROWS = 32
 _ROWS_WAIT_S = 0.3
+# The last rows, at the end.
+_WRITTEN_S = 5.0
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 300.0
 
 
@@ -73,10 +75,10 @@ class Lab(threading.Thread):
 
     # For other threads
 
-    def begin(self, post: Post, budget: DiskBudget) -> None:
-        """Start the thread. `post` and `budget` are those of the pipeline."""
+    def begin(self, post: Post, budget: DiskBudget, on_stored: OnStored | None = None) -> None:
+        """Start the thread. `post` and `budget` are those of the pipeline, and `on_stored` is told of stored rows."""
         attributes = {"sample": self._sample, "formats": list(self._formats)}
-        self._writer = ErrorWriter(attributes, len(self._formats), post, budget, self.figures)
+        self._writer = ErrorWriter(attributes, len(self._formats), post, budget, self.figures, on_stored)
         logger.info(
             "[lab] errors of %s on %s of all calls, with %g %% of a CPU and %d MiB for copies",
             ", ".join(self._formats), self._sample, 100 * self._share, self.memory.nbytes >> 20,
@@ -155,11 +157,16 @@ class Lab(threading.Thread):
         )
 
     def stop(self, timeout_s: float) -> None:
-        """Measure what waits, without the limit of CPU, at most `timeout_s`. What is left then is counted."""
+        """Measure what waits, without the limit of CPU, at most `timeout_s`. What is left then is counted.
+
+        After it, all rows are in the store or refused.
+        """
         with self._changed:
             self._until = self._clock() + timeout_s
             self._changed.notify()
         self.join(timeout_s + 5.0)
+        if self._writer is not None:
+            self._writer.wait(_WRITTEN_S)
 
     # The thread
 

@@ -275,7 +275,7 @@ def _of_rules(snapshot: Snapshot) -> Iterable[Family]:
         found.suppressed,
     )
     yield _counter(
-        "capd_rule_records_omitted_total", "The committed records that no rule judged", found.left_out
+        "capd_rule_records_omitted_total", "The records, or their errors, that no rule judged", found.left_out
     )
 
 

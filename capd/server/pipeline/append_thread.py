@@ -307,7 +307,8 @@ class AppendThread(threading.Thread):
         self._tickets.done(tickets)
         for task in tasks:
             if task.copy is not None:
-                task.copy.settle(committed=refusal is None)
+                path = "" if task.plan is None else task.plan.header.path
+                task.copy.settle(committed=refusal is None, series=path)
 
 
 def _raw(task: Task) -> tuple[Plan, int]:

@@ -77,8 +77,11 @@ class Sink(Protocol):
 class JobCopy(Protocol):
     """A copy of a job's elements that outlives the job."""
 
-    def settle(self, *, committed: bool) -> None:
-        """Report the outcome of the job. The pipeline calls it once; it must neither block nor raise."""
+    def settle(self, *, committed: bool, series: str) -> None:
+        """Report the outcome of the job, and the path of its series; "" without one.
+
+        The pipeline calls it once; it must neither block nor raise.
+        """
 
 
 @dataclass(slots=True)

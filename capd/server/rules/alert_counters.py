@@ -13,7 +13,7 @@ class AlertCounters(NamedTuple):
     Attributes:
         alerts: The alerts by run, rule and severity.
         suppressed: The firings that a cooldown or a limit of a day kept quiet.
-        left_out: The committed records that no rule judged.
+        left_out: The committed records, and the errors of records, that no rule judged.
     """
 
     alerts: dict[tuple[str, str, str], int]

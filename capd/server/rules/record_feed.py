@@ -1,44 +1,50 @@
-"""The bounded queue between the append thread and the rules. It never blocks; what does not fit is counted."""
+"""The bounded queues between the append thread and the rules. They never block; what does not fit is counted."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from capd.store.format.frames import RecordRow, SeriesHeader
 
-__all__ = ["MAX_WAITING", "CommittedRecords", "RecordFeed"]
+__all__ = ["MAX_WAITING", "MAX_WAITING_ERRORS", "CommittedRecord", "RecordFeed"]
 
-CommittedRecords = Sequence[tuple[SeriesHeader, RecordRow]]
+CommittedRecord = tuple[SeriesHeader, RecordRow]
+Item = TypeVar("Item")
 
 MAX_WAITING = 16_384
 """The records that wait, some 30 MiB with their statistics."""
 
+MAX_WAITING_ERRORS = 4096
+"""The errors of records that wait, at most 32 MiB."""
 
-class RecordFeed:
-    """Records on their way to the rules. The append thread and the recorder's offer, and one thread takes.
+
+class RecordFeed(Generic[Item]):
+    """Records, or their errors, on their way to the rules. Several threads offer, and one takes.
 
     Attributes:
         left_out: The records for which there was no room, here or in the recorder.
         offered: All records that came.
     """
 
-    def __init__(self) -> None:
-        """Begin empty."""
+    def __init__(self, most: int = MAX_WAITING) -> None:
+        """Begin empty, with room for so many records."""
+        self._most = most
         # Its operations are atomic.
-        self._waiting: deque[tuple[str, CommittedRecords]] = deque()
+        self._waiting: deque[tuple[str, Sequence[Item]]] = deque()
         self._taken = self._kept = 0
         self.offered = self.left_out = 0
         self._offering = threading.Lock()
 
-    def offer(self, run_id: str, records: CommittedRecords) -> None:
-        """Hand over committed or held records of a run."""
+    def offer(self, run_id: str, records: Sequence[Item]) -> None:
+        """Hand over records of a run."""
         if not records:
             return
         with self._offering:
             self.offered += len(records)
-            if self._kept - self._taken + len(records) > MAX_WAITING:
+            if self._kept - self._taken + len(records) > self._most:
                 self.left_out += len(records)
                 return
             self._kept += len(records)
@@ -50,7 +56,7 @@ class RecordFeed:
             self.offered += count
             self.left_out += count
 
-    def take(self) -> tuple[str, CommittedRecords] | None:
+    def take(self) -> tuple[str, Sequence[Item]] | None:
         """Return the next records; None without any."""
         try:
             found = self._waiting.popleft()

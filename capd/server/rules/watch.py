@@ -1,4 +1,4 @@
-"""The thread that judges: it takes committed records, looks at the ranks, and reports each alert.
+"""The thread that judges: it takes committed records and their errors, looks at the ranks, and reports each alert.
 
 An alert goes into the file of the run, the log, the metrics and STATS, and to a command if its rule has one. The thread
 never holds a lock of the pipeline. It rests for four times as long as it works, so that it takes a fifth of a CPU.
@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from capd.errors import ConfigError
 from capd.metrics import AlertStats
@@ -21,10 +22,13 @@ from capd.rules.schema import TriggerSettings
 from capd.server.rules.alert_counters import AlertCounters
 from capd.server.rules.commands import AlertCommands
 from capd.server.rules.rank_looks import RankLooks
-from capd.server.rules.record_feed import RecordFeed
+from capd.server.rules.record_feed import MAX_WAITING_ERRORS, CommittedRecord, RecordFeed
 from capd.server.rules.run_alerts import RunAlerts, alert_from
 from capd.store.alerts.alert import Alert, alert_line
 from capd.window.keeper import Keeper, NoRecorder
+
+if TYPE_CHECKING:
+    from capd.lab.stored_errors import MeasuredRow
 
 __all__ = ["RuleWatch"]
 
@@ -42,7 +46,7 @@ _COMMANDS_S = 2.0
 
 
 class RuleWatch(threading.Thread):
-    """The rules of a daemon. Offer it committed records by `feed`."""
+    """The rules of a daemon. Offer it committed records by `feed`, and the rows of a lab by `errors`."""
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class RuleWatch(threading.Thread):
         durable: bool,
         statistics: bool,
         keeps: bool = False,
+        lab_formats: Sequence[str] = (),
     ) -> None:
         """Check that the daemon can do what the rules ask. The thread is not started.
 
@@ -63,17 +68,20 @@ class RuleWatch(threading.Thread):
             durable: Whether alerts survive a loss of power.
             statistics: Whether records have statistics.
             keeps: Whether there is a flight recorder.
+            lab_formats: The formats whose errors are measured.
 
         Raises:
-            ConfigError: A rule needs a flight recorder or statistics that this daemon does not have.
+            ConfigError: A rule needs a flight recorder, statistics or errors that this daemon does not have.
         """
         super().__init__(name="capd-rules", daemon=True)
         self._judge = Judge(rules)
         self._rules, self._root, self._node, self._durable = rules, root, node, durable
         self._keeper: Keeper = NoRecorder()
-        if problems := refusals(rules, statistics=statistics, keeps=keeps):
+        if problems := refusals(rules, statistics=statistics, keeps=keeps, lab_formats=lab_formats):
             raise ConfigError(problems[0])
-        self.feed = RecordFeed()
+        self.feed: RecordFeed[CommittedRecord] = RecordFeed()
+        self.errors: RecordFeed[MeasuredRow] = RecordFeed(MAX_WAITING_ERRORS)
+        self.wants_errors = any(rule.check().fmt for rule in rules)
         self._looks: RankLooks | None = None
         self._commands = AlertCommands()
         self._runs: OrderedDict[str, RunAlerts] = OrderedDict()
@@ -114,7 +122,7 @@ class RuleWatch(threading.Thread):
             for run_id in list(self._runs)
             for rule in self._rules
         }
-        return AlertCounters(alerts, self._judge.suppressed, self.feed.left_out)
+        return AlertCounters(alerts, self._judge.suppressed, self.feed.left_out + self.errors.left_out)
 
     def stats(self) -> AlertStats:
         """Return the figures of this moment."""
@@ -125,6 +133,8 @@ class RuleWatch(threading.Thread):
             suppressed=self._judge.suppressed,
             records=self.feed.offered,
             records_left_out=self.feed.left_out,
+            errors=self.errors.offered,
+            errors_left_out=self.errors.left_out,
             series_forgotten=self._judge.forgotten,
             not_stored=self._unwritten,
             commands_failed=self._commands.failed,
@@ -156,20 +166,40 @@ class RuleWatch(threading.Thread):
 
     def _records(self) -> None:
         began = time.monotonic()
-        while (found := self.feed.take()) is not None:
-            run_id, records = found
-            self._known(run_id)
-            now, now_ns = time.monotonic(), time.time_ns()
-            for header, row in records:
-                self._judge.record(run_id, header, row, now, now_ns)
-                if time.monotonic() - began < _WORK_S:
-                    continue
-                # Other threads of the interpreter have their turn. Only a stop has no time for it.
-                self._stopping.wait(_REST * (time.monotonic() - began))
-                # A flood of records must not hide a rank that is silent.
-                self._ranks()
-                self._report(self._judge.ready(time.monotonic()))
-                began = now = time.monotonic()
+        for _ in self._judged():
+            if time.monotonic() - began < _WORK_S:
+                continue
+            # Other threads of the interpreter have their turn. Only a stop has no time for it.
+            self._stopping.wait(_REST * (time.monotonic() - began))
+            # A flood of records must not hide a rank that is silent.
+            self._ranks()
+            self._report(self._judge.ready(time.monotonic()))
+            began = time.monotonic()
+
+    def _judged(self) -> Iterator[None]:
+        """Judge all that waits, one record or its errors at each step. Neither kind waits for the end of the other."""
+        while True:
+            found, measured = self.feed.take(), self.errors.take()
+            if found is None and measured is None:
+                return
+            if found is not None:
+                run_id, records = found
+                self._known(run_id)
+                time_ns = time.time_ns()
+                for header, row in records:
+                    self._judge.record(run_id, header, row, time.monotonic(), time_ns)
+                    yield
+            if measured is not None:
+                # It is there, because the lab has written a row. Only a daemon with a lab imports it.
+                from capd.lab.stored_errors import unpack_row
+
+                run_id, rows = measured
+                self._known(run_id)
+                time_ns = time.time_ns()
+                for series, key, moment, data in rows:
+                    errors = unpack_row(data).errors
+                    self._judge.errors((run_id, series, key, moment), errors, time.monotonic(), time_ns)
+                    yield
 
     def _ranks(self) -> None:
         now = time.monotonic()

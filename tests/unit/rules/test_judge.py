@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from capd.analyze.error_sums import Errors, ErrorSums
 from capd.rules import judge as judging
 from capd.rules.judge import HOLD_S, Firing, Judge
 from capd.rules.schema import parse_triggers
@@ -51,6 +52,15 @@ class Bench:
 
     def scalar(self, iteration: int, value: float, rank: int = 0) -> None:
         self.record(iteration, value, key=scalar_key("loss", rank), path=f"scalar{rank}", rank=rank)
+
+    def errors(
+        self, iteration: int, sqnr_db: int, name: str = "input", fmt: str = "mxfp8", **more: Any
+    ) -> None:
+        """Measured errors of a record of a module, with this SQNR."""
+        key = Key(quant_type="bf16", rank=0, tensor_name=name, layer=0, module="m")
+        found = Errors(records=1, count=4, sums=ErrorSums(x2=10**sqnr_db, d2=10 ** (sqnr_db - sqnr_db // 10)))
+        at = "run", f"rank0/{name}", key, Moment(iteration=iteration, **more)
+        self.judge.errors(at, {fmt: found}, self.now_s, self.time_ns)
 
     def fired(self) -> list[Firing]:
         """Everything that fired until now."""
@@ -320,3 +330,31 @@ def test_a_record_without_statistics_says_nothing() -> None:
     header = SeriesHeader("p", key, "float64", "none", GEOMETRY)
     bench.judge.record("run", header, RecordRow(b"", 0, (), 8, Moment()), 0.0, 0)
     assert bench.at() == []
+
+
+LOW = {"metric": "sqnr:mxfp8", "below": 20, "cooldown": 0}
+
+
+def test_errors_of_a_format_fire_with_the_moment_and_series_of_their_record() -> None:
+    bench = Bench({**LOW, "tensors": "input", "steps": "0-8"}, {"name": "nan", **NAN})
+    bench.record(7, 1.0)
+    bench.errors(7, 30)
+    bench.errors(7, 10, fmt="mxfp8:e5m2")
+    bench.errors(7, 10, name="weight")
+    bench.errors(9, 10)
+    assert bench.fired() == []
+    bench.errors(7, 10, micro_batch=2)
+    [one] = bench.fired()
+    assert (one.iteration, one.micro_batch, one.rank, list(one.paths)) == (7, 2, 0, ["rank0/input"])
+    assert (one.value, one.limit) == (10.0, 20.0)
+
+
+def test_records_and_errors_of_one_series_do_not_break_each_others_row() -> None:
+    bench = Bench({**LOW, "for": 2}, {"name": "nan", **NAN, "for": 2})
+    for iteration in (1, 2):
+        bench.record(iteration, math.nan)
+        bench.errors(iteration, 10)
+    assert sorted((one.rule.name, one.iteration) for one in bench.fired()) == [("mine", 2), ("nan", 2)]
+    bench.errors(3, 30)
+    bench.errors(4, 10)
+    assert bench.fired() == []

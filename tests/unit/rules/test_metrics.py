@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from capd.analyze.error_sums import Errors
+from capd.analyze.format_choice import choices
 from capd.analyze.grids import grids
+from capd.lab.measuring import measured_bits
 from capd.rules.metrics import parse_metric, scalar_value
 from capd.store.format.frames import StatsRow
 from capd.store.format.statistics import summarise
@@ -79,3 +82,33 @@ def test_a_record_without_finite_elements_has_no_value() -> None:
 def test_the_value_of_a_scalar_is_exact(number: float) -> None:
     found = scalar_value(summarise(np.array([number], "f8"), "float64"))
     assert found == number or (found is not None and math.isnan(found) and math.isnan(number))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4:16x16", "mxfp4:rceil", "hifp8"])
+def test_errors_of_a_format_are_those_of_compare(fmt: str) -> None:
+    values = (RNG.normal(size=(32, 64)) * 2.0 ** RNG.integers(-12, 12, (32, 64))).astype("f4")
+    found, _ = measured_bits(values, "float32", choices(fmt))
+    errors = found[fmt]
+
+    def number(kind: str) -> float | None:
+        metric = parse_metric(f"{kind}:{fmt}")
+        assert metric.errors is not None
+        assert (metric.fmt, metric.of, metric.value) == (fmt, "tensor", None)
+        return metric.errors(errors)
+
+    assert number("sqnr") == errors.sqnr_db
+    assert number("relative_error") == errors.relative
+    assert number("flushed") == errors.flushes / values.size
+    if errors.blocks is not None:
+        assert errors.underflows > 0
+        assert number("underflow") == errors.underflows / values.size
+        assert number("saturation") == errors.saturations / values.size
+        assert number("scale_std") == errors.blocks.scale_log2_std
+    assert parse_metric("underflow:hifp8").value is not None
+
+
+def test_errors_of_nothing_have_no_number() -> None:
+    for kind in ("sqnr", "relative_error", "underflow", "saturation", "flushed", "scale_std"):
+        compute = parse_metric(f"{kind}:mxfp8").errors
+        assert compute is not None
+        assert compute(Errors()) is None

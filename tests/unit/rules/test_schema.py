@@ -10,7 +10,9 @@ import pytest
 from capd.analyze.grids import grids
 from capd.config import load_triggers, read_file
 from capd.errors import ConfigError
+from capd.rules.format_errors import MEASURED_FORMATS
 from capd.rules.ranges import FORMAT_RANGES
+from capd.rules.refusals import refusals
 from capd.rules.schema import MAX_TRIGGERS, parse_triggers, trigger_problems
 from capd.rules.words import rule_text
 from capd_client.config.file import parse_settings
@@ -20,8 +22,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metric": "quality"}, "known: nan, inf, absmax"),
     ({"metric": "underflow"}, "did you mean underflow:FORMAT?"),
     ({"metric": "underflow:e4m4"}, "names no format; did you mean e4m3?"),
-    ({"metric": "underflow:mxfp4"}, "write underflow:e2m1"),
-    ({"metric": "saturation:fp8"}, "write saturation:e4m3 or saturation:e5m2"),
+    ({"metric": "near_max:mxfp4"}, "write near_max:e2m1"),
+    ({"metric": "underflow:mxfp9"}, "with [lab] also fp8, mxfp8"),
+    ({"metric": "sqnr"}, "did you mean sqnr:FORMAT?"),
+    ({"metric": "sqnr:mxpf8"}, "did you mean sqnr:mxfp8? known: bf16, fp16, fp8, mxfp8"),
+    ({"metric": "flushed:e4m3"}, "names no format of [lab] that has it; known: bf16, fp16, fp8"),
+    ({"metric": "scale_std:hifp8"}, "known: fp8, mxfp8, mxfp6, mxfp4, nvfp4, with options as in [lab]"),
+    ({"metric": "relative_error:mxfp8:\n"}, "names no format"),
+    ({"metric": "saturation:mxfp8", "above": 1}, "never above 1"),
+    ({"metric": "sqnr:mxfp8", "above": None, "factor_above": 2}, "better the larger it is; give below"),
     ({"metric": "underflow:bf16"}, "known: e4m3, e5m2"),
     ({"metric": "exponent:2"}, "a number from 0 to 1"),
     ({"metric": "scalar:"}, "names no scalar"),
@@ -144,3 +153,44 @@ def test_limits_that_always_hold_or_are_no_number_of_a_computer_are_refused(
     table = {"name": "x", "metric": "nan", "above": 0, **changes}
     [problem] = trigger_problems([{name: value for name, value in table.items() if value is not None}])
     assert says in problem
+
+
+def test_formats_that_rules_name_are_those_that_a_lab_measures() -> None:
+    from capd_client.formats.spec import FORMATS
+
+    assert tuple(FORMATS) == MEASURED_FORMATS
+
+
+def test_errors_of_a_format_need_it_in_the_lab_and_no_statistics() -> None:
+    rules = parse_triggers(
+        [
+            rule(name="a", metric="sqnr:mxfp8", above=None, below=20),
+            rule(name="b", metric="underflow:nvfp4:16x16", above=0.5),
+            rule(name="c", metric="underflow:mxfp4", above=0.5),
+            rule(name="d", metric="underflow:hifp8", above=0.5),
+        ]
+    )
+    has = ("mxfp8", "nvfp4:16x16", "mxfp4")
+    assert refusals(rules[:3], statistics=False, keeps=False, lab_formats=has) == []
+    assert refusals(rules, statistics=True, keeps=False, lab_formats=("hifp8", "mxfp8:e5m2")) == [
+        "trigger 'a': metric: sqnr:mxfp8 needs mxfp8 in [lab] formats; it has hifp8, mxfp8:e5m2",
+        "trigger 'b': metric: underflow:nvfp4:16x16 needs nvfp4:16x16 in [lab] formats; it has hifp8, mxfp8:e5m2; "
+        "underflow:e2m1 counts without a scale",
+        "trigger 'c': metric: underflow:mxfp4 needs mxfp4 in [lab] formats; it has hifp8, mxfp8:e5m2; underflow:e2m1 "
+        "counts without a scale",
+    ]
+    # The histogram of exponents has the share of an element or of hifp8, on all records.
+    assert refusals(rules[3:], statistics=True, keeps=False, lab_formats=()) == []
+    assert refusals(rules[:1], statistics=True, keeps=False, lab_formats=()) == [
+        "trigger 'a': metric: sqnr:mxfp8 needs mxfp8 in [lab] formats; it has none"
+    ]
+
+
+def test_a_file_whose_rule_and_lab_do_not_fit_is_refused_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "capd.toml"
+    text = '[lab]\nformats = ["{}"]\n[[trigger]]\nname = "low"\nmetric = "sqnr:mxfp8"\nbelow = 20\n'
+    file.write_text(text.format("hifp8"))
+    with pytest.raises(ConfigError, match=r"capd\.toml: trigger 'low': metric: sqnr:mxfp8 needs mxfp8 in"):
+        load_triggers({}, file)
+    file.write_text(text.format("mxfp8"))
+    assert [one.name for one in load_triggers({}, file)] == ["low"]

@@ -388,9 +388,9 @@ def test_a_frame_for_a_pipe_has_every_rank_once() -> None:
 
 def rules(**changes: Any) -> AlertStats:
     values: dict[str, Any] = {
-        "rules": 1, "alerts": 0, "suppressed": 0, "records": 9, "records_left_out": 0, "series_forgotten": 0,
-        "not_stored": 0, "commands_failed": 0, "commands_left_out": 0, "last": None, "last_ns": None,
-        "last_severity": None, "last_run": None,
+        "rules": 1, "alerts": 0, "suppressed": 0, "records": 9, "records_left_out": 0, "errors": 0,
+        "errors_left_out": 0, "series_forgotten": 0, "not_stored": 0, "commands_failed": 0, "commands_left_out": 0,
+        "last": None, "last_ns": None, "last_severity": None, "last_run": None,
     }  # fmt: skip
     return AlertStats(**{**values, **changes})
 

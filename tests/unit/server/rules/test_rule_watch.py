@@ -13,12 +13,14 @@ from typing import cast
 import numpy as np
 import pytest
 
+from capd.analyze.error_sums import Errors, ErrorSums
 from capd.errors import ConfigError
+from capd.lab.stored_errors import MeasuredRow, StoredErrors, pack_row
 from capd.rules.schema import parse_triggers
 from capd.server.rules.commands import MAX_WAITING as MAX_COMMANDS
 from capd.server.rules.commands import AlertCommands
 from capd.server.rules.rank_looks import RankLook, RankLooks
-from capd.server.rules.record_feed import MAX_WAITING, RecordFeed
+from capd.server.rules.record_feed import MAX_WAITING, MAX_WAITING_ERRORS, CommittedRecord, RecordFeed
 from capd.server.rules.watch import RuleWatch
 from capd.store.alerts.file import alerts_of_run, alerts_path
 from capd.store.format.frames import RecordRow, SeriesHeader
@@ -40,6 +42,13 @@ NAN = {"name": "nan", "metric": "nan", "above": 0}
 def row(iteration: int, value: float = float("nan")) -> RecordRow:
     stats = summarise(np.array([value], "f4"), "float32")
     return RecordRow(b"c" * 16, iteration, (1,), 4, Moment(iteration=iteration), stats=stats)
+
+
+def measured(iteration: int, *, fine: bool = False) -> MeasuredRow:
+    """The row of a record whose SQNR in mxfp8 is 10 or 30 dB."""
+    errors = Errors(records=1, count=4, sums=ErrorSums(x2=1000, d2=1 if fine else 100))
+    data = pack_row(StoredErrors(b"c" * 16, iteration, {"mxfp8": errors}, []))
+    return MeasuredRow(HEADER.path, HEADER.key, Moment(iteration=iteration), data)
 
 
 class Kept:
@@ -76,7 +85,7 @@ def watch(root: Path) -> Iterator[RuleWatch]:
 
 
 def test_a_full_queue_leaves_records_out_and_counts_them() -> None:
-    feed = RecordFeed()
+    feed: RecordFeed[CommittedRecord] = RecordFeed()
     batch = [(HEADER, row(0))] * 1000
     for _ in range(20):
         feed.offer("run", batch)
@@ -213,3 +222,35 @@ def test_a_run_that_was_forgotten_for_others_counts_its_day_once(
             watch._records()
             watch._report(watch._judge.ready(0.0, all_of_them=True))
     assert len(alerts_of_run(root / "run.zarr")) == 3
+
+
+def test_rows_of_errors_are_judged_and_what_does_not_fit_is_counted(root: Path) -> None:
+    rules = parse_triggers([{"name": "low", "metric": "sqnr:mxfp8", "below": 20, "cooldown": 0}])
+    with pytest.raises(ConfigError, match=r"sqnr:mxfp8 needs mxfp8 in \[lab\] formats; it has nvfp4"):
+        RuleWatch(rules, root, "n", durable=False, statistics=True, lab_formats=["nvfp4"])
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=False, lab_formats=["mxfp8"])
+    assert watch.wants_errors
+    watch.errors.offer("run", [measured(step, fine=True) for step in range(MAX_WAITING_ERRORS - 1)])
+    watch.errors.offer("run", [measured(5, fine=True), measured(6)])
+    watch.errors.offer("run", [measured(7)])
+    watch.start()
+    watch.stop(60.0)
+    [alert] = alerts_of_run(root / "run.zarr")
+    assert (alert.iteration, alert.series, alert.value, alert.metric) == (7, "a/b", 10.0, "sqnr:mxfp8")
+    stats = watch.stats()
+    assert (stats.errors, stats.errors_left_out) == (MAX_WAITING_ERRORS + 2, 2)
+    assert watch.counters().left_out == 2
+
+
+def test_a_flood_of_records_does_not_hold_errors_back(root: Path) -> None:
+    """One batch of each kind in turn: the alert of the errors is in the file before the last records are judged."""
+    rules = parse_triggers([NAN, {"name": "low", "metric": "sqnr:mxfp8", "below": 20}])
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=True, lab_formats=["mxfp8"])
+    for step in (0, 1000):
+        watch.feed.offer("run", [(HEADER, row(step, 1.0))])
+    watch.errors.offer("run", [measured(3)])
+    steps = watch._judged()
+    next(steps), next(steps)
+    assert [one.iteration for one in watch._judge.ready(0.0, all_of_them=True)] == [3]
+    next(steps)
+    assert next(steps, "the end") == "the end"
