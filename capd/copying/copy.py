@@ -98,6 +98,11 @@ class Excerpt:
         rows = [row for row in map(series.row, series.numbers) if row.moment.iteration in iterations]
         return cls(series, iterations, len(rows), sum(row.nbytes for row in rows))
 
+    @property
+    def is_errors(self) -> bool:
+        """Whether they are errors of formats on records."""
+        return self.series.kept == "errors"
+
     def leaves_out(self, row: RecordRow) -> bool:
         """Return whether a record of the series is not copied."""
         return self.iterations is not None and row.moment.iteration not in self.iterations
@@ -105,10 +110,16 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The content of a copy. files: the copied files; 0 if records were copied."""
+    """The content of a copy.
+
+    Attributes:
+        error_records: The errors of formats on records. No other number counts them.
+        files: The copied files; 0 if records were copied.
+    """
 
     series: int
     records: int
+    error_records: int
     raw_bytes: int
     files: int
 
@@ -155,7 +166,7 @@ def copy_run(source: RunPlace, new: Path, part: CopyOptions, progress: Progress,
                 copy_tree(source, built.run, progress)
             else:
                 planned = _copy_records(source, built.root, new.stem, part, progress, threads)
-                records = planned.records
+                records = planned.records + planned.error_records
         built.publish(records)
     return planned
 
@@ -214,4 +225,7 @@ def _copy_records(
 
 
 def _sum(parts: Sequence[Excerpt], files: int) -> Copied:
-    return Copied(len(parts), sum(one.records for one in parts), sum(one.raw_bytes for one in parts), files)
+    tensors = [one for one in parts if not one.is_errors]
+    errors = sum(one.records for one in parts if one.is_errors)
+    records, raw_bytes = sum(one.records for one in tensors), sum(one.raw_bytes for one in tensors)
+    return Copied(len(tensors), records, errors, raw_bytes, files)

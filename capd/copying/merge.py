@@ -17,6 +17,7 @@ from msgspec import structs
 from capd.copying.building import Building, building
 from capd.copying.copy import is_quiet
 from capd.copying.files import Progress, link_file
+from capd.copying.measured import Capture, captures_measured, rows_of_errors
 from capd.copying.records import RecordWriter
 from capd.errors import ConfigError, NothingMatched, StoreError
 from capd.store.alerts.alert import Alert
@@ -35,8 +36,6 @@ from capd.store.verify.run import run_identity
 
 __all__ = ["Merged", "merge_runs", "planned_merge"]
 
-Capture = tuple[bytes, int]
-
 
 @dataclass(slots=True)
 class MergeSource:
@@ -47,6 +46,8 @@ class MergeSource:
         shift: What is added to the attempts of its own clients.
         shared: The clients that an earlier run has, too.
         repeated: The captures that an earlier run has, with the same bytes.
+        unshifted: The rows of errors on records of shared clients.
+        known: The rows of errors on captures whose errors an earlier run has.
         linked: The series whose files are linked.
         copied: The series whose records are copied.
     """
@@ -57,16 +58,24 @@ class MergeSource:
     shift: int = 0
     shared: set[bytes] = field(default_factory=set)
     repeated: set[Capture] = field(default_factory=set)
+    unshifted: set[Capture] = field(default_factory=set)
+    known: set[Capture] = field(default_factory=set)
     linked: list[Series] = field(default_factory=list)
     copied: list[Series] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The content that one run brings to a merge. shift: what is added to its attempts."""
+    """The content that one run brings to a merge.
+
+    Attributes:
+        error_records: The errors of formats on records. No other number counts them.
+        shift: What is added to its attempts.
+    """
 
     run: Path
     records: int
+    error_records: int
     repeated: int
     linked_series: int
     copied_series: int
@@ -100,7 +109,8 @@ def merge_runs(runs: Sequence[Path], new: Path, progress: Progress) -> list[Merg
         with building(new, order) as built:
             if not built.is_published:
                 _write(sources, built, progress)
-                built.publish(sum(_said(source).records for source in sources))
+                brought = [_said(source) for source in sources]
+                built.publish(sum(one.records + one.error_records for one in brought))
     return [_said(source) for source in sources]
 
 
@@ -121,7 +131,7 @@ def _plan(runs: Sequence[Path], *, linkable: bool) -> list[MergeSource]:
             # A link to a stub would be a run that needs the object store of another one.
             is_here = not moved_shards(source.run, series.path)
             is_plain = linkable and series.is_sealed and bool(series.node) and is_here
-            changes = source.shift or source.repeated
+            changes = source.shift or source.repeated or source.known
             if is_plain and not changes and series.path not in taken:
                 source.linked.append(series)
             else:
@@ -138,6 +148,7 @@ def _compare(source: MergeSource, earlier: Sequence[MergeSource]) -> None:
     source.shared = {row.client for row in source.store.sessions} & known
     if source.shared:
         source.repeated = _repeated(source, earlier)
+        _follow_records(source, earlier)
     pairs = {(row.rank, row.attempt) for row in before} | {
         pair for one in earlier if not one.store.sessions for pair in _pairs(one.series, one.shift)
     }
@@ -146,6 +157,16 @@ def _compare(source: MergeSource, earlier: Sequence[MergeSource]) -> None:
     )
     if pairs & mine:
         source.shift = 1 + max(attempt for _, attempt in pairs)
+
+
+def _follow_records(source: MergeSource, earlier: Sequence[MergeSource]) -> None:
+    """Find the rows of errors on records of shared clients. Rows have clients of their own."""
+    before = {capture for one in earlier for capture in captures_measured(one.series)}
+    for row, of in rows_of_errors(source.series):
+        if of[0] in source.shared:
+            source.unshifted.add((row.client, row.sequence))
+            if of in before:
+                source.known.add((row.client, row.sequence))
 
 
 def _sessions(source: MergeSource) -> Iterator[SessionRow]:
@@ -250,11 +271,15 @@ def _keeps(sources: Sequence[MergeSource]) -> dict[str, list[Keep]]:
 
 
 def _shift_of(source: MergeSource) -> Callable[[RecordRow], int]:
-    return lambda row: 0 if row.client in source.shared else source.shift
+    def shift(row: RecordRow) -> int:
+        stays = row.client in source.shared or (row.client, row.sequence) in source.unshifted
+        return 0 if stays else source.shift
+
+    return shift
 
 
 def _is_repeated(row: RecordRow, source: MergeSource) -> bool:
-    return (row.client, row.sequence) in source.repeated
+    return (row.client, row.sequence) in source.repeated or (row.client, row.sequence) in source.known
 
 
 def _root_document(sources: Sequence[MergeSource], built: Building) -> None:
@@ -293,12 +318,18 @@ def _sync_tree(run: Path) -> None:
 
 
 def _said(source: MergeSource) -> Merged:
-    records = sum(map(len, source.series))
+    tensors = [one for one in source.series if one.kept != "errors"]
+    records = sum(map(len, tensors))
     return Merged(
         source.run,
         records - len(source.repeated),
+        sum(map(len, source.series)) - records - len(source.known),
         len(source.repeated),
-        len(source.linked),
-        len(source.copied),
+        _number(source.linked),
+        _number(source.copied),
         source.shift,
     )
+
+
+def _number(series: Sequence[Series]) -> int:
+    return sum(one.kept != "errors" for one in series)

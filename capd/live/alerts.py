@@ -20,6 +20,8 @@ class NewestAlerts:
 
     Attributes:
         counts: The number of alerts by severity.
+        fresh: The alerts that the last look found, all of them.
+        is_gone: Whether the run was removed, and none of its name has come yet.
         problem: Why the last look failed; "" if it did not.
     """
 
@@ -33,6 +35,8 @@ class NewestAlerts:
         self._run, self._node = run, node
         self._identity: tuple[int, int] | None = None
         self.problem = ""
+        self.is_gone = False
+        self.fresh: list[Alert] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -47,19 +51,24 @@ class NewestAlerts:
 
     def look(self) -> bool:
         """Read what is new. Return whether `newest` changed. Raises nothing; see `problem`."""
-        is_other = False
+        is_other, self.fresh = False, []
         try:
             found = self._run.stat()
             identity = found.st_dev, found.st_ino
-            if is_other := self._identity not in (None, identity):
+            # A new directory may have the number of one that was removed.
+            if is_other := self.is_gone or self._identity not in (None, identity):
                 # The run was removed and begun again with the same name.
                 self._begin()
-            self._identity = identity
-            new = self._follower.new()
+            self._identity, self.is_gone = identity, False
+            self.fresh = self._follower.new()
+        except FileNotFoundError as error:
+            self.is_gone = self._identity is not None
+            self.problem = str(error)
+            return is_other
         except (CapdError, OSError) as error:
             self.problem = str(error)
             return is_other
         self.problem = ""
-        self._newest.extend(new)
-        self.counts.update(alert.severity for alert in new)
-        return is_other or bool(new)
+        self._newest.extend(self.fresh)
+        self.counts.update(alert.severity for alert in self.fresh)
+        return is_other or bool(self.fresh)

@@ -1,4 +1,4 @@
-"""The line that tells how many bytes a copy has."""
+"""What copies say: the line of the bytes so far, and the errors of formats that came with the records."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from capd.cli.output import human_nbytes
+from capd.cli.output import human_count, human_nbytes
 from capd.cli.progress import StatusLine
 
-__all__ = ["copied_line"]
+__all__ = ["copied_line", "errors_said"]
 
 
 @contextmanager
@@ -26,3 +26,8 @@ def copied_line(new: Path, verb: str) -> Iterator[Callable[[int], None]]:
             line.draw(f"{new.name}: {human_nbytes(done)} {verb}")
 
         yield progress
+
+
+def errors_said(number: int) -> str:
+    """Return the end of a phrase about records, for those that have errors of formats."""
+    return f", errors of {human_count(number, 'record')}" if number else ""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from capd.cli.completion import any_of, series_paths, store_paths
-from capd.cli.copying.copied_line import copied_line
+from capd.cli.copying.copied_line import copied_line, errors_said
 from capd.cli.options import Json, flag, option
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.stores import Given, attempt_of
@@ -118,9 +118,11 @@ def cp(
             found = copy_run(source, new, part, progress, max(1, round(usable_cpus())))
     document = {
         "source": str(source), "new": str(new), "written": not dry_run, "series": found.series,
-        "records": found.records, "raw_bytes": found.raw_bytes, "files": found.files,
+        "records": found.records, "error_records": found.error_records, "raw_bytes": found.raw_bytes,
+        "files": found.files,
     }  # fmt: skip
     what = f"{human_count(found.records, 'record')} of {found.series:,} series, {human_nbytes(found.raw_bytes)} raw"
+    what += errors_said(found.error_records)
     how = f", in {human_count(found.files, 'file')}" if found.files else ""
     end = "nothing is written (--dry-run)" if dry_run else "copied and checked"
     print_either(document, prose([f"{new}: {what}{how}; {end}"], 2), as_json=as_json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capd.cli.completion import store_paths
-from capd.cli.copying.copied_line import copied_line
+from capd.cli.copying.copied_line import copied_line, errors_said
 from capd.cli.options import Json, Wide, flag, local_path
 from capd.cli.output import human_count, note, print_json
 from capd.cli.table import Column, print_columns
@@ -84,6 +84,7 @@ def merge(
         return
     print_columns(_columns(found), wide=wide)
     records = human_count(sum(one.records for one in found), "record")
+    records += errors_said(sum(one.error_records for one in found))
     note(f"{output}: {records}; {'nothing is written (--dry-run)' if dry_run else 'merged and checked'}")
 
 

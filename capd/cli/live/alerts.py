@@ -49,7 +49,8 @@ def alerts(
 ) -> None:
     """Print the alerts of a run: what the rules of [[trigger]] in capd.toml said while it was captured.
 
-    It reads the run and asks no daemon, so it also works when the job has ended, and in an object store.
+    It reads the run and asks no daemon, so it also works when the job has ended, and in an object store. With
+    --follow it goes on over restarts of the daemon, and with a new run of the name if the run is removed.
 
     \b
     Examples:
@@ -80,17 +81,24 @@ def alerts(
 
 
 def _follow(run: Path, wanted: frozenset[str], *, as_json: bool) -> None:
-    from capd.store.alerts.file import AlertFollower
+    from capd.live.alerts import NewestAlerts
 
-    follower = AlertFollower(run)
+    newest, said = NewestAlerts(run), ""
     while True:
-        new = [one for one in follower.new() if one.severity in wanted]
+        newest.look()
+        new = [one for one in newest.fresh if one.severity in wanted]
         if as_json:
             lines = [msgspec.json.encode(one).decode() for one in new]
         else:
             lines = [f"{_when(one)} {one.severity:8} {printable(one.text)}" for one in new]
         if lines:
             print_lines(lines)
+        problem = (
+            f"{run} was removed; waiting for a new run of its name" if newest.is_gone else newest.problem
+        )
+        if problem and problem != said:
+            note(printable(problem))
+        said = problem
         time.sleep(_LOOK_S)
 
 

@@ -282,18 +282,21 @@ def _print(reports: list[Report]) -> None:
         print_lines(
             [
                 f"{report.run.name}: {verdict}; {human_count(report.series)} series, "
-                f"{human_count(report.records, 'record')}{_errors(report)}, {human_nbytes(report.nbytes)} checked"
+                f"{human_count(report.records, 'record')}{_of_records(report.error_records)}, "
+                f"{human_nbytes(report.nbytes)} checked"
             ]
         )
 
 
-def _errors(report: Report) -> str:
-    return f", errors of {human_count(report.error_records, 'record')}" if report.error_records else ""
+def _of_records(errors: int) -> str:
+    return f", errors of {human_count(errors, 'record')}" if errors else ""
 
 
 def _repair_lines(done: Repair) -> Iterator[str]:
-    saved = human_count(done.saved, "record")
-    lost = "nothing lost" if done.is_complete else f"{human_count(len(done.lost), 'record')} lost"
+    saved = human_count(done.saved, "record") + _of_records(done.saved_errors)
+    errors = sum(one.is_errors for one in done.lost)
+    missing = human_count(len(done.lost) - errors, "record") + _of_records(errors)
+    lost = "nothing lost" if done.is_complete else f"{missing} lost"
     lost += ", and more without a known series" if done.unknown else ""
     yield f"{done.run.name}: {saved} saved in {done.new}, {lost}; {done.run} is unchanged"
     for one in done.lost:
@@ -340,9 +343,16 @@ def _plain_repair(done: Repair) -> dict[str, Any]:
             "series": one.path,
             "key": asdict(one.key),
             "record": one.number,
+            "is_errors": one.is_errors,
             "moment": None if one.row is None else asdict(one.row.moment),
         }
         for one in done.lost
     ]
     places = {"run": str(done.run), "new": str(done.new)}
-    return {**places, "saved": done.saved, "lost": lost, "unknown": done.unknown}
+    return {
+        **places,
+        "saved": done.saved,
+        "saved_errors": done.saved_errors,
+        "lost": lost,
+        "unknown": done.unknown,
+    }

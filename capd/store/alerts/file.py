@@ -114,8 +114,11 @@ class AlertFollower:
         """Return the alerts that came, in order of time. Raises as `read_alerts`."""
         found: list[Alert] = []
         for node in nodes_of(self._run) if self._node is None else [self._node]:
-            start = self._read.get(node, 0)
-            lines = read_alerts(alerts_path(self._run, node), start)
+            path, start = alerts_path(self._run, node), self._read.get(node, 0)
+            if start and _size(path) < start:
+                # Whole lines are never taken back: it is the file of a new run.
+                start = 0
+            lines = read_alerts(path, start)
             self._read[node] = start + lines.nbytes
             found += lines.alerts
         return sorted(found, key=lambda alert: alert.time_ns)

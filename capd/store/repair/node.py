@@ -24,6 +24,7 @@ from capd.store.catalog.sums import read_slice
 from capd.store.disk.layout import PARTIAL_GLOB, by_digest, named, node_directory, series_on_disk
 from capd.store.documents.headers import fits, sound_row
 from capd.store.documents.zarr_json import run_ids
+from capd.store.format.dtypes import is_errors
 from capd.store.format.encode import ChunkResult
 from capd.store.format.frames import UNKNOWN_CLIENT, RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
@@ -185,7 +186,7 @@ class DamagedNode:
                 if (row.capture if row.client != UNKNOWN_CLIENT else (row.moment, row.shape)) in saved:
                     continue
                 saved.add(row.capture)
-            self._done.lost.append(LostRecord(path, header.key, number, row))
+            self._done.lost.append(LostRecord(path, header.key, number, row, is_errors(header.dtype)))
         self._accounted |= saved
 
     def _records(self, path: str, sealed: dict[int, RecordRow]) -> list[tuple[int, RecordRow | None]]:
@@ -230,7 +231,10 @@ class DamagedNode:
             self._small.append((plan, row, taken.tobytes()))
             if len(self._small) == _SMALL_AT_ONCE:
                 self._flush()
-        self._done.saved += 1
+        if is_errors(plan.header.dtype):
+            self._done.saved_errors += 1
+        else:
+            self._done.saved += 1
         self._nbytes += row.nbytes
         if self._progress is not None:
             self._progress(self._nbytes)

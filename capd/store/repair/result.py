@@ -13,24 +13,36 @@ __all__ = ["LostRecord", "Repair"]
 
 @dataclass(frozen=True, slots=True)
 class LostRecord:
-    """A record that the new run lacks. number: its number in the damaged run. row: None if no file describes it."""
+    """A record that the new run lacks.
+
+    Attributes:
+        number: Its number in the damaged run.
+        row: None if no file describes it.
+        is_errors: Whether it is the errors of formats on a record.
+    """
 
     path: str
     key: Key
     number: int
     row: RecordRow | None
+    is_errors: bool = False
 
 
 @dataclass(slots=True)
 class Repair:
     """The result of a repair.
 
-    unknown: what no file describes: paths of series, open shards, and logs with records whose series is lost.
+    Attributes:
+        saved: The records in the new run, without errors of formats.
+        saved_errors: The errors of formats on records in the new run.
+        lost: All records that it lacks, and errors of formats among them.
+        unknown: What no file describes: paths of series, open shards, and logs with records whose series is lost.
     """
 
     run: Path
     new: Path
     saved: int = 0
+    saved_errors: int = 0
     lost: list[LostRecord] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 

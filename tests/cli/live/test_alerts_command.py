@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,32 @@ def test_a_run_is_followed_until_ctrl_c(tmp_path: Path) -> None:
         assert json.loads(process.stdout.readline())["iteration"] == 1
         give_alerts(run, "node0", ALERTS[2])
         assert json.loads(process.stdout.readline())["iteration"] == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_is_removed_and_begun_again_is_followed_from_its_first_alert(tmp_path: Path) -> None:
+    run = written(tmp_path, *ALERTS)
+    command = [sys.executable, "-m", "capd", "alerts", str(run), "--follow", "--json"]
+    process = forking.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert [json.loads(process.stdout.readline())["iteration"] for _ in ALERTS] == [1, 2, 3]
+        shutil.rmtree(run)
+        assert process.stderr.readline() == f"capd: {run} was removed; waiting for a new run of its name\n"
+        # Its file becomes longer than the one that was read.
+        written(tmp_path, *(alert(number) for number in range(10, 20)))
+        found = [json.loads(process.stdout.readline())["iteration"] for _ in range(10)]
+        assert found == [*range(10, 20)]
+        # Another one takes its place between two looks.
+        new = written(tmp_path / "other", alert(7))
+        run.rename(tmp_path / "old")
+        new.rename(run)
+        assert json.loads(process.stdout.readline())["iteration"] == 7
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     finally:

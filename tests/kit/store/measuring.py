@@ -17,7 +17,7 @@ from capd.store.read.store import Store
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Define
 from tests.kit.store.cli import linear_key
-from tests.kit.store.writing import CLIENT, NoLimit, Writer
+from tests.kit.store.writing import NoLimit, Writer
 
 __all__ = ["FORMATS", "MeasuredWriter", "errors_in", "measured_run"]
 
@@ -43,10 +43,10 @@ class MeasuredWriter(Writer):
             errors, problems = measured_bits(values, "float32", self.choices)
             define = Define(id=0, key=key, dtype="float32")
             copy = RecordCopy(
-                self.run_id, CLIENT, sequence, define, Moment(**moment), values.shape, values.nbytes, (0, 0),
+                self.run_id, self.client, sequence, define, Moment(**moment), values.shape, values.nbytes, (0, 0),
                 lambda _copy, _committed: None,
             )  # fmt: skip
-            rows.append((copy, pack_row(StoredErrors(CLIENT, sequence, errors, problems))))
+            rows.append((copy, pack_row(StoredErrors(self.client, sequence, errors, problems))))
         self.flush()
         self.errors.write(self.run_id, rows)
         # The rows before it are written and counted.

@@ -57,6 +57,7 @@ class Writer:
     def __init__(self, root: Path, *, run_id: str = "run", node: str = "n0", **options: object) -> None:
         self.run = root / f"{run_id}.zarr"
         self.run_id, self.node = run_id, node
+        self.client = CLIENT
         self.outcomes = Outcomes()
         self.held: dict[tuple[Key, str], list[tuple[Moment, NDArray[np.generic]]]] = {}
         self.sequence = 0
@@ -89,7 +90,9 @@ class Writer:
         descriptor = Descriptor(sequence, 0, bits.nbytes, 0, bits.shape, Moment(**moment))
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
-            RecordJob(self.run_id, CLIENT, sequence, define, descriptor, data, self.outcomes, _packed(stats))
+            RecordJob(
+                self.run_id, self.client, sequence, define, descriptor, data, self.outcomes, _packed(stats)
+            )
         )
 
     def put_statistics(
@@ -102,7 +105,14 @@ class Writer:
         define = Define(id=0, key=key, dtype=dtype)
         self.pipeline.submit(
             RecordJob(
-                self.run_id, CLIENT, self.sequence, define, descriptor, data, self.outcomes, _packed(stats)
+                self.run_id,
+                self.client,
+                self.sequence,
+                define,
+                descriptor,
+                data,
+                self.outcomes,
+                _packed(stats),
             )
         )
         return self.sequence
