@@ -13,6 +13,7 @@ import pytest
 import capd
 from capd.store.alerts.alert import Alert
 from capd.store.alerts.file import alerts_of_run
+from tests.kit.live.lab_worker import hurry
 from tests.kit.processes import Daemon, until
 
 RULES = """
@@ -87,6 +88,7 @@ def job(daemon: Daemon, rank: int) -> None:
 
 
 def alerts(daemon: Daemon) -> list[Alert]:
+    hurry(daemon.process)
     run = daemon.store / "run.zarr"
     return alerts_of_run(run) if run.exists() else []
 
