@@ -66,6 +66,8 @@ class Lab(threading.Thread):
         self._cost = MeasuringCost(len(self._formats))
         self._process: MeasuringProcess | None = None
         self._failures, self._next_start = 0, 0.0
+        # The start of the first process is free. Those that follow it take from the share.
+        self._has_measured = False
         self._problem = ""
         self._writer: ErrorWriter | None = None
         self._rows: dict[str, list[tuple[RecordCopy, bytes]]] = {}
@@ -239,23 +241,29 @@ class Lab(threading.Thread):
             return
         try:
             self._process = MeasuringProcess(self.memory, ",".join(self._formats))
-            self._process.wait_ready(lambda: self._is_done)
+            start_s = self._process.wait_ready(lambda: self._is_done)
+            if self._has_measured:
+                self._spend(start_s)
+            self._has_measured = True
             logger.debug("[lab] process %d measures", self._process.pid)
         except (OSError, MeasuringLost) as error:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
         if self._process is not None:
-            self._process.close()
+            self._spend(self._process.close())
             self._process = None
         if self._is_done:
             return
+        self._has_measured = True
         self._failures += 1
         self.figures.restart()
         pause_s = min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._failures - 1))
+        # A process that is lost again and again must not take more than the share by its starts.
+        pause_s = max(pause_s, self._budget.wait_s())
         self._next_start = self._clock() + pause_s
         self._problem = f"the process that measures is lost: {error}"
-        logger.warning("[lab] %s; the next one starts in %g s", self._problem, pause_s)
+        logger.warning("[lab] %s; the next one starts in %.3g s", self._problem, pause_s)
 
     def _measured(self, copy: RecordCopy) -> str | None:
         """Measure a copy and keep its row. Return the outcome if there is no row."""
@@ -267,9 +275,8 @@ class Lab(threading.Thread):
             self._lost(error)
             return "stopped" if self._is_over else "failed"
         self._failures, self._problem = 0, ""
-        self._budget.spend(answer.cpu_s)
+        self._spend(answer.cpu_s)
         self._cost.learn(copy.nbytes, answer.cpu_s)
-        self.figures.spend(answer.cpu_s)
         if not answer.row:
             logger.warning("[lab] %s of %s is not measured: %s", copy.moment, copy.define.key, answer.problem)
             return "failed"
@@ -280,6 +287,10 @@ class Lab(threading.Thread):
         if rows >= _MOST_ROWS or self._clock() - self._rows_since >= _ROWS_WAIT_S:
             self._write_rows()
         return None
+
+    def _spend(self, cpu_s: float) -> None:
+        self._budget.spend(cpu_s)
+        self.figures.spend(cpu_s)
 
     def _write_rows(self) -> None:
         rows, self._rows = self._rows, {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -54,17 +55,20 @@ class MeasuringProcess:
                 here.close()
                 raise
         self._connection = Connection(here.detach())
+        # What its answers told, and all of its time once it has ended.
+        self._told_s, self._used_s = 0.0, 0.0
 
     @property
     def pid(self) -> int:
         """The process."""
         return self._process.pid
 
-    def wait_ready(self, is_stopping: Callable[[], bool]) -> None:
-        """Wait until it can measure, or `is_stopping`. Raises MeasuringLost."""
+    def wait_ready(self, is_stopping: Callable[[], bool]) -> float:
+        """Wait until it can measure, or `is_stopping`. Return the CPU time of its start. Raises MeasuringLost."""
         answer = self._answer(_START_S, is_stopping)
         if answer.problem:
             raise MeasuringLost(f"it cannot measure: {answer.problem}")
+        return answer.cpu_s
 
     def ask(self, order: MeasureOrder, is_stopping: Callable[[], bool]) -> MeasuredAnswer:
         """Let it measure a tensor, and wait for the answer or `is_stopping`. Raises MeasuringLost."""
@@ -74,11 +78,14 @@ class MeasuringProcess:
             raise MeasuringLost(self._end()) from None
         return self._answer(_ANSWER_S, is_stopping)
 
-    def close(self) -> None:
-        """End it at once."""
+    def close(self) -> float:
+        """End it at once. Return the CPU time that none of its answers told."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        # Nothing else reaps it, so that its number is no other process.
+        if self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._reap(os.wait4(self._process.pid, 0))
+        return max(0.0, self._used_s - self._told_s)
 
     def _answer(self, timeout_s: float, is_stopping: Callable[[], bool]) -> MeasuredAnswer:
         until = time.monotonic() + timeout_s
@@ -88,15 +95,29 @@ class MeasuringProcess:
                     raise MeasuringLost("the daemon stops")
                 if time.monotonic() > until:
                     raise MeasuringLost(f"it gave no answer within {timeout_s:g} s")
-            return decode_answer(self._connection.recv_bytes(MAX_ANSWER_NBYTES))
+            answer = decode_answer(self._connection.recv_bytes(MAX_ANSWER_NBYTES))
+            self._told_s += answer.cpu_s
+            return answer
         except (EOFError, OSError, msgspec.MsgspecError):
             raise MeasuringLost(self._end()) from None
 
     def _end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(1.0)
-            return f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
-        return "it closed its socket"
+        until = time.monotonic() + 1.0
+        while self._process.returncode is None and time.monotonic() < until:
+            if (found := os.wait4(self._process.pid, os.WNOHANG))[0]:
+                self._reap(found)
+            else:
+                time.sleep(0.01)
+        code = self._process.returncode
+        if code is None:
+            return "it closed its socket"
+        return f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+
+    def _reap(self, found: tuple[int, int, resource.struct_rusage]) -> None:
+        """Note the end. `Popen.wait` would not tell the CPU time."""
+        _, status, used = found
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        self._used_s = used.ru_utime + used.ru_stime
 
 
 def _environment() -> dict[str, str]:

@@ -53,6 +53,7 @@ class Run:
     quiet_since: float = field(default_factory=time.monotonic)
     # What the run held at the last seal; None: this daemon has not sealed it.
     at_seal: Held | None = None
+    sealed_at: float = -math.inf
     sealing: Future[None] | None = None
     at_sealing: Held = field(default_factory=Held)
     # The newest reason why the disk took no record of a rank that is gone.
@@ -114,6 +115,14 @@ class Run:
     def quiet(self) -> bool:
         """Whether everything is sealed, nothing is held, and no rank is here or may come back."""
         return self.sealed and not (self.holds or self.ranks or self.arriving)
+
+    @property
+    def restful_since(self) -> float:
+        """The time from which the rest before the next seal counts. Errors of formats alone come long after a seal."""
+        sealed = self.at_seal
+        if sealed is not None and sealed.records == self.totals.records:
+            return max(self.quiet_since, self.sealed_at)
+        return self.quiet_since
 
     def rate_mib_s(self) -> float:
         """Return the raw MiB committed per second over the last RATE_WINDOW_S."""

@@ -170,14 +170,14 @@ class Upkeep:
             error = run.sealing.exception()
             run.sealing = None
             if error is None:
-                run.at_seal = run.at_sealing
+                run.at_seal, run.sealed_at = run.at_sealing, now
                 logger.info("run %s sealed, %d records", run.run_id, run.at_seal.records)
             else:
                 run.quiet_since = now
                 logger.error("run %s could not be sealed: %s; retrying", run.run_id, error)
         if run.arriving or run.holds or any(rank.busy for rank in list(run.ranks.values())):
             run.quiet_since = now
-        elif run.sealing is None and not run.sealed and now - run.quiet_since >= self._idle_seal_s:
+        elif run.sealing is None and not run.sealed and now - run.restful_since >= self._idle_seal_s:
             with self._lock:
                 self.begin_seal(run, is_last=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from capd.errors import CapdError
 from capd.store.objects.address import place_of
@@ -18,8 +18,13 @@ _lock = threading.Lock()
 _open: OrderedDict[str, tuple[RunSource, ReadTools]] = OrderedDict()
 
 
-def reopened_node(place: str, node: str, path: str, records: int) -> tuple[RunNode, ReadTools]:
-    """Return a node of a run that has at least `records` records of a series, and the caches to read it with.
+def reopened_node(place: str, node: str, wanted: Mapping[str, int]) -> tuple[RunNode, ReadTools]:
+    """Return a node of a run that has at least the wanted records, and the caches to read it with.
+
+    Args:
+        place: The path or address of the run.
+        node: The name of the node.
+        wanted: The records by the path of their series.
 
     Raises:
         NotAStore: There is no run.
@@ -33,16 +38,19 @@ def reopened_node(place: str, node: str, path: str, records: int) -> tuple[RunNo
             while len(_open) > _KEPT:
                 _open.popitem(last=False)
         source, tools = _open[place]
-        found = _among(source.opened, node, path, records) or _among(source.nodes(), node, path, records)
+        found = _among(source.opened, node, wanted) or _among(source.nodes(), node, wanted)
         if found is not None:
             return found, tools
+    path, records = next(iter(wanted.items()))
     raise CapdError(
         f"{place} has no {records} records of {path} by node {node!r} here; does this machine see the same run?"
     )
 
 
-def _among(nodes: Sequence[RunNode], node: str, path: str, records: int) -> RunNode | None:
+def _among(nodes: Sequence[RunNode], node: str, wanted: Mapping[str, int]) -> RunNode | None:
     for one in nodes:
-        if one.name == node and path in one.series and one.series[path].records >= records:
+        if one.name == node and all(
+            path in one.series and one.series[path].records >= records for path, records in wanted.items()
+        ):
             return one
     return None

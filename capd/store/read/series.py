@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -67,7 +67,9 @@ class Series:
         node = self._node
         named = str(node.run if isinstance(node, RemoteNode) else node.run.absolute())
         newest = None if self._newest is None else self._newest.places
-        return _reopened, (named, self._node.name, self._row, self._attempt, newest)
+        # A run that grows may have been opened there before it had these errors.
+        errors = {row.header.path: row.records for row in error_series(node, self._row.header)}
+        return _reopened, (named, self._node.name, self._row, self._attempt, newest, errors)
 
     def fresh(self) -> Series:
         """Return the same series with empty caches. Everything read through it is freed together with it."""
@@ -445,14 +447,19 @@ class Series:
 
 
 def _reopened(
-    place: str, node: str, row: SeriesRow, attempt: int | str, newest: Sequence[tuple[str, SeriesRow]] | None
+    place: str,
+    node: str,
+    row: SeriesRow,
+    attempt: int | str,
+    newest: Sequence[tuple[str, SeriesRow]] | None,
+    errors: Mapping[str, int],
 ) -> Series:
-    """Return a series that another process named, through a run that this process opened."""
-    part, tools = reopened_node(place, node, row.header.path, row.records)
+    """Return a series that another process named, through a run that this process opened. errors: as that one saw."""
+    part, tools = reopened_node(place, node, {row.header.path: row.records, **errors})
     rows = None
     if newest is not None:
         rows = NewestAttempts(
-            (reopened_node(place, name, one.header.path, one.records)[0], one) for name, one in newest
+            (reopened_node(place, name, {one.header.path: one.records})[0], one) for name, one in newest
         )
     return Series(part, row, tools, attempt, rows)
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import capd
+from capd.analyze.format_choice import choices
 from capd.lab.measuring import measured_bits
 from capd.store.read.store import Store
 from tests.kit.store.cli import linear_key, run_capd, session_row
@@ -40,8 +41,6 @@ def attempts_with_errors(store: Store) -> list[tuple[int, int]]:
         for record in series:
             if record.errors:
                 bits = series.read(record.index)
-                from capd.analyze.format_choice import choices
-
                 assert record.errors == measured_bits(bits, "float32", choices("fp8,mxfp8"))[0], record
                 found.append((record.attempt, record.iteration))
     return sorted(found)
@@ -93,9 +92,9 @@ def test_no_number_of_a_copy_a_merge_or_a_repair_counts_errors_as_records(tmp_pa
             numbers = [found[name] for name in ("series", "records", "error_records", "raw_bytes")]
             assert numbers == [2, records, records, records * 8 * 64 * 4]
     shown = run_capd("cp", run, tmp_path / "shown.zarr", "--iterations", "0").out
-    assert "2 records of 2 series, 4.1 kB raw, errors of 2 records; copied" in shown
+    assert "2 records of 2 series, 4.0 KiB raw, errors of 2 records; copied" in shown
 
-    other = measured_run(tmp_path / "b", layers=1)
+    other = capture(tmp_path / "b", SECOND, [0, 1, 2], seed=3)
     done = run_capd("merge", run, other, "-o", tmp_path / "both.zarr")
     assert done.code == 0, done.err
     assert "9 records, errors of 9 records; merged" in done.err

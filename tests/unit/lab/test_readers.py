@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from capd.store.catalog.opening import connect_read_only
 from capd.store.catalog.search import count_series, distinct_values, find_series
 from capd.store.catalog.totals import held_by, sums_in
 from capd.store.verify.run import verify_run
-from tests.kit.store.cli import run_capd
-from tests.kit.store.measuring import FORMATS, errors_in, measured_run
+from tests.kit.store.cli import linear_key, run_capd
+from tests.kit.store.measuring import FORMATS, MeasuredWriter, errors_in, measured_run, values_of
 
 LABELS = FORMATS.split(",")
 ALL = {(layer, step): LABELS for layer in range(2) for step in range(3)}
@@ -97,3 +98,21 @@ def test_an_uploaded_run_shows_the_same_records_and_is_known_as_whole(run: Path,
     assert run_capd("verify", f"{address}/run.zarr", "--json").json["error_records"] == 6
     assert run_capd("verify", f"{address}/run.zarr", "--listing", "--json").json["error_records"] == 6
     assert errors_in(capd.open(f"{address}/run.zarr")) == ALL
+
+
+def test_a_series_that_another_process_reopens_has_the_errors_that_came_since(tmp_path: Path) -> None:
+    """As the workers of a cluster do: they keep a run open, and it grows."""
+    writer = MeasuredWriter(tmp_path, node="node0")
+    key = linear_key(quant_type="fp32")
+    sequences = [writer.put(key, "float32", values_of(0, step), iteration=step) for step in (0, 1)]
+    writer.measure(sequences[:1], key=key, values=values_of(0, 0), iteration=0)
+    writer.close()
+    for measured in (1, 2):
+        [series] = capd.open(tmp_path / "run.zarr").series
+        there = pickle.loads(pickle.dumps(series))  # noqa: S301 - our own
+        assert [record.errors for record in there] == [record.errors for record in series]
+        assert sum(bool(record.errors) for record in there) == measured
+        if measured == 1:
+            writer = MeasuredWriter(tmp_path, node="node0")
+            writer.measure(sequences[1:], key=key, values=values_of(0, 1), iteration=1)
+            writer.close()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from capd.config import DaemonSettings
+from capd.lab.messages import MeasureOrder
+from capd.server.lab import lab as module
 from capd.server.lab.copies import RecordCopy
 from capd.server.lab.lab import Lab
+from capd.server.lab.measuring_process import MeasuringLost, MeasuringProcess
 from capd.server.pipeline.jobs import RecordJob
 from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
@@ -60,8 +65,6 @@ def outcomes(lab: Lab) -> dict[str, int]:
 
 
 def held(lab: Lab, copy: RecordCopy, nbytes: int) -> bytes:
-    import os
-
     return os.pread(lab.memory.fd, nbytes, copy.slot[0])
 
 
@@ -115,6 +118,61 @@ def test_a_record_that_came_in_parts_is_counted(lab: Lab) -> None:
     in_file = dataclasses.replace(whole, data=object())  # type: ignore[arg-type]
     assert lab.take(in_file) is None
     assert outcomes(lab) == {"in_parts": 1}
+
+
+class Process:
+    """A process that measures nothing: its start takes 4 s of CPU, and its only record another second."""
+
+    def __init__(self, *_words: object) -> None:
+        self.pid = 1
+
+    def wait_ready(self, _is_stopping: object) -> float:
+        return 4.0
+
+    def close(self) -> float:
+        return 1.0
+
+
+def test_processes_that_are_lost_and_started_again_take_from_the_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over 600 s, with a process that is lost whenever it is ready, the share is kept up to its burst."""
+    monkeypatch.setattr(module, "MeasuringProcess", Process)
+    monkeypatch.setattr(module, "_MOST_PAUSE_S", 1.0)
+    now = 0.0
+    settings = DaemonSettings.model_validate({"lab_formats": "mxfp8", "lab_cpu": "20%"})
+    made = Lab(settings, 2 << 20, clock=lambda: now)
+    while now < 600:
+        made._keep_process()
+        if made._process is not None:
+            made._lost(MeasuringLost("killed"))
+        now += 0.25
+    made.memory.close()
+    spent = made.figures.read()
+    # The start of the first one is free.
+    assert 0.8 * 0.2 * 600 <= spent.cpu_s <= 0.2 * 600 + 5.0
+    assert 20 <= spent.restarts <= 25
+
+
+def test_the_cpu_time_of_a_process_that_is_killed_is_known() -> None:
+    settings = DaemonSettings.model_validate({"lab_formats": "mxfp8"})
+    made = Lab(settings, 2 << 20)
+    process = MeasuringProcess(made.memory, "mxfp8")
+    start_s = process.wait_ready(lambda: False)
+    assert start_s > 0.05
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(MeasuringLost, match="it ended by signal 9"):
+        process.ask(MeasureOrder(0, "float32", (4,), b"c" * 16, 1), lambda: False)
+    # The answer told the start.
+    assert 0 <= process.close() < start_s
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+    early = MeasuringProcess(made.memory, "mxfp8")
+    with pytest.raises(MeasuringLost, match="the daemon stops"):
+        early.wait_ready(lambda: True)
+    assert early.close() > 0
+    made.memory.close()
 
 
 def test_an_error_in_the_thread_loses_no_count(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

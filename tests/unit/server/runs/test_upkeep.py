@@ -19,6 +19,7 @@ from capd.server.rank.session import Session
 from capd.server.runs.run import Run
 from capd.server.runs.upkeep import Upkeep
 from capd.store.catalog.rows import SessionRow
+from capd.store.catalog.totals import Held
 from capd_client.protocol.messages import Hello
 from tests.kit.client.memory import NBYTES, memfd
 from tests.kit.daemon import wait_for
@@ -34,6 +35,44 @@ class Store:
 
     def forget(self, client: bytes) -> None:
         """A rank that has nothing in work."""
+
+
+class Sealing(Store):
+    """A pipeline that seals at once, and counts it."""
+
+    def __init__(self) -> None:
+        self.held = Held(records=6)
+        self.seals = 0
+
+    def run_stats(self, run_id: str) -> Held:
+        return self.held
+
+    def seal(self, run_id: str, *, is_last: bool) -> Future[None]:
+        self.seals += 1
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def test_errors_that_come_after_a_seal_are_sealed_together_and_a_record_at_once() -> None:
+    run, pipeline = Run("run", Path("/captures/run.zarr")), Sealing()
+    upkeep = Upkeep(cast("Pipeline", pipeline), Lock(), 10.0)
+    run.quiet_since = 0.0
+    run.count(pipeline.held, 10.0)
+    upkeep.seal(run, 10.0)
+    upkeep.seal(run, 10.25)
+    assert (pipeline.seals, run.sealed) == (1, True)
+    # The lab measures for another 15 s. A tick of the clock comes four times a second.
+    for tick in range(100):
+        now = 10.5 + tick / 4
+        pipeline.held = Held(records=6, error_records=min(tick, 60))
+        run.count(pipeline.held, now)
+        upkeep.seal(run, now)
+    assert (pipeline.seals, run.sealed) == (3, True)
+    pipeline.held = Held(records=7, error_records=60)
+    run.count(pipeline.held, 36.0)
+    upkeep.seal(run, 36.0)
+    assert pipeline.seals == 4
 
 
 def test_the_arena_of_a_dead_rank_goes_before_its_launcher_has_collected_it(
