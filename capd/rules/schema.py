@@ -67,7 +67,7 @@ class TriggerSettings(
             of ranks, because a rank that hangs begins no iteration.
         max_per_day: The most alerts of the rule in 24 hours of one run.
         severity: "info", "warning" or "critical".
-        action: "warn", or "keep" for the flight recorder.
+        action: "warn"; "keep" for the flight recorder; "capture" for every iteration from now on; "stop-capture".
         post: The iterations that "keep" keeps after the alert; None: as `[window]` says.
         command: A program and its arguments; it gets the alert as JSON.
     """
@@ -93,7 +93,7 @@ class TriggerSettings(
     cooldown: _Count | None = None
     max_per_day: _Some = 100
     severity: Literal["info", "warning", "critical"] = "warning"
-    action: Literal["warn", "keep"] = "warn"
+    action: Literal["warn", "keep", "capture", "stop-capture"] = "warn"
     post: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     command: list[str] | None = None
 
@@ -250,7 +250,7 @@ def trigger_problems(tables: Any) -> list[str]:
 
 _ALLOWED = {
     "severity": ("info", "warning", "critical"),
-    "action": ("warn", "keep"),
+    "action": ("warn", "keep", "capture", "stop-capture"),
     "baseline.statistic": ("median",),
 }
 _KEYS = TriggerSettings.__struct_encode_fields__

@@ -12,6 +12,13 @@ _SELECTED = (
     "micro_batches", "ranks",
 )  # fmt: skip
 
+_ACTIONS = {
+    "warn": "",
+    "keep": ", and keeps the window",
+    "capture": ", and captures every iteration from then on",
+    "stop-capture": ", and captures nothing from then on",
+}
+
 
 def condition_text(rule: TriggerSettings) -> str:
     """Return the condition of a rule, such as "absmax above 448"."""
@@ -40,12 +47,12 @@ def rule_text(rule: TriggerSettings) -> str:
     which = f" ({'; '.join(chosen)})" if chosen else ""
     row = f", {rule.for_} records in a row" if rule.for_ > 1 else ""
     command = f", and runs {rule.command[0]}" if rule.command else ""
-    keep = ", and keeps the window" if rule.action == "keep" else ""
+    action = _ACTIONS[rule.action]
     if rule.post is not None:
-        keep += f" and {rule.post} iterations more"
+        action += f" and {rule.post} iterations more"
     return (
         f"{rule.name}: {rule.severity} if {condition_text(rule)} in {where}{which}{row}; then quiet for "
-        f"{rule.quiet_iterations} iterations, at most {rule.max_per_day} a day{command}{keep}. "
+        f"{rule.quiet_iterations} iterations, at most {rule.max_per_day} a day{command}{action}. "
         f"{rule.metric} is {metric.words}."
     )
 

@@ -257,6 +257,7 @@ class Daemon:
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
         if settings.window is not None:
             self._begin_recorder(settings.window)
+        self._controller = Controller(self._registry, lambda: self._stop.request("a tool"), self._keeper)
         self._budget.stored = lambda: (
             self._registry.stored_nbytes()
             + self._pipeline.scratch_nbytes
@@ -320,10 +321,12 @@ class Daemon:
         recorder.start()
 
     def _begin_rules(self, rules: RuleWatch) -> None:
+        from capd.server.rules.actions import AlertActions
         from capd.server.rules.rank_looks import RankLooks
 
         self._pipeline.writer.on_commit = rules.feed.offer
-        rules.begin(RankLooks(self._registry), self._keeper)
+        actions = AlertActions(self._keeper, lambda order: self._controller.control(order, lambda _: True))
+        rules.begin(RankLooks(self._registry), actions)
 
     def _bind(self, passed: Mapping[str, socket.socket]) -> endpoint.BoundSocket:
         settings = self._settings
@@ -383,8 +386,7 @@ class Daemon:
             sending=sending,
             keeper=self._keeper,
         )
-        controller = Controller(self._registry, lambda: self._stop.request("a tool"), self._keeper)
-        tools = ToolContext(self.stats, controller, self._closing, self._report)
+        tools = ToolContext(self.stats, self._controller, self._closing, self._report)
         room = (free_files - _RESERVED_FILES - MAX_SCRATCH_FILES) // _FILES_PER_CONNECTION
         self._listener = Listener(
             bound.socket,

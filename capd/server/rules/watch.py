@@ -1,7 +1,8 @@
 """The thread that judges: it takes committed records and their errors, looks at the ranks, and reports each alert.
 
-An alert goes into the file of the run, the log, the metrics and STATS, and to a command if its rule has one. The thread
-never holds a lock of the pipeline. It rests for four times as long as it works, so that it takes a fifth of a CPU.
+An alert goes into the file of the run, the log, the metrics and STATS, and to a command if its rule has one. Then the
+action of the rule follows. The thread never holds a lock of the pipeline. It rests for four times as long as it works,
+so that it takes a fifth of a CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from capd.metrics import AlertStats
 from capd.rules.judge import Firing, Judge
 from capd.rules.refusals import refusals
 from capd.rules.schema import TriggerSettings
+from capd.server.rules.actions import AlertActions
 from capd.server.rules.alert_counters import AlertCounters
 from capd.server.rules.commands import AlertCommands
 from capd.server.rules.rank_looks import RankLooks
 from capd.server.rules.record_feed import MAX_WAITING_ERRORS, CommittedRecord, RecordFeed
 from capd.server.rules.run_alerts import RunAlerts, alert_from
 from capd.store.alerts.alert import Alert, alert_line
-from capd.window.keeper import Keeper, NoRecorder
 
 if TYPE_CHECKING:
     from capd.lab.stored_errors import MeasuredRow
@@ -76,7 +77,6 @@ class RuleWatch(threading.Thread):
         super().__init__(name="capd-rules", daemon=True)
         self._judge = Judge(rules)
         self._rules, self._root, self._node, self._durable = rules, root, node, durable
-        self._keeper: Keeper = NoRecorder()
         if problems := refusals(rules, statistics=statistics, keeps=keeps, lab_formats=lab_formats):
             raise ConfigError(problems[0])
         self.feed: RecordFeed[CommittedRecord] = RecordFeed()
@@ -84,6 +84,7 @@ class RuleWatch(threading.Thread):
         self.wants_errors = any(rule.check().fmt for rule in rules)
         self._looks: RankLooks | None = None
         self._commands = AlertCommands()
+        self._actions: AlertActions | None = None
         self._runs: OrderedDict[str, RunAlerts] = OrderedDict()
         self._stopping = threading.Event()
         self._next_ranks = 0.0
@@ -95,15 +96,14 @@ class RuleWatch(threading.Thread):
 
     # For other threads
 
-    def begin(self, looks: RankLooks, keeper: Keeper | None = None) -> None:
+    def begin(self, looks: RankLooks, actions: AlertActions | None = None) -> None:
         """Start the thread.
 
         Args:
             looks: The looks at the ranks.
-            keeper: The flight recorder; None without one.
+            actions: What alerts do; None tells of them, and does nothing else.
         """
-        self._looks = looks
-        self._keeper = keeper or self._keeper
+        self._looks, self._actions = looks, actions
         logger.info("[trigger] rules: %s", ", ".join(rule.name for rule in self._rules))
         self.start()
 
@@ -242,11 +242,5 @@ class RuleWatch(threading.Thread):
             logger.log(_LEVELS[alert.severity], "[trigger] run %s: %s", alert.run, alert.text)
             if firing.rule.command is not None:
                 self._commands.run(firing.rule.command, alert_line(alert))
-            if firing.rule.action == "keep":
-                self._keep(firing)
-
-    def _keep(self, firing: Firing) -> None:
-        rule = firing.rule
-        problem = self._keeper.keep(firing.run_id, firing.iteration, rule.name, post=rule.post)
-        if problem:
-            logger.warning("[trigger] run %s: %s keeps nothing: %s", firing.run_id, rule.name, problem)
+            if self._actions is not None:
+                self._actions.act(firing)

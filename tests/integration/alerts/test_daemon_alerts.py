@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -32,6 +33,7 @@ from tests.kit.paths import REPOSITORY
 from tests.kit.store.cli import run_capd
 
 JOB = Path(__file__).with_name("nan_job.py")
+STEERED_JOB = JOB.with_name("steered_job.py")
 Start = Callable[..., DaemonProcess]
 NAN = '[[trigger]]\nname = "nan"\nmetric = "nan"\nabove = 0\nseverity = "critical"\n'
 
@@ -85,23 +87,25 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def job(daemon: DaemonProcess, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks of a job."""
+def job(
+    daemon: DaemonProcess, *words: str, script: Path = JOB, ranks: int = 2
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The ranks of a job."""
     shared = {k: v for k, v in os.environ.items() if not k.startswith("CAPD_")} | {
         "CAPD_ENDPOINT": f"unix:{daemon.path}", "CAPD_RUN_ID": "run", "PYTHONPATH": str(REPOSITORY),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
     }  # fmt: skip
-    ranks = [
+    started = [
         forking.popen(
-            [sys.executable, str(JOB), *words], env={**shared, "RANK": str(number)}, stdin=subprocess.PIPE,
+            [sys.executable, str(script), *words], env={**shared, "RANK": str(number)}, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, imports=forking.TRAINING,
         )
-        for number in range(2)
+        for number in range(ranks)
     ]  # fmt: skip
     try:
-        yield ranks
+        yield started
     finally:
-        for one in ranks:
+        for one in started:
             one.kill()
             one.communicate()
 
@@ -154,6 +158,27 @@ def test_a_nan_at_one_step_of_one_rank_is_an_alert_within_three_seconds(start: S
     assert {one.iteration for one in held(run)} == {23}
     verified = run_capd("verify", str(run))
     assert (verified.code, "not part" in verified.out + verified.err) == (0, False)
+
+
+@pytest.mark.parametrize(("action", "steps"), [("stop-capture", "all"), ("capture", "0-11")])
+def test_a_rule_stops_and_begins_the_capture_of_a_job(start: Start, action: str, steps: str) -> None:
+    daemon = start(f'{NAN}action = "{action}"\n')
+    run = daemon.store / "run.zarr"
+    with job(daemon, steps, script=STEERED_JOB, ranks=1) as [rank]:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        said = wait_for(
+            lambda: re.search(r"nan: \S+: ordered from iteration (\d+) on", daemon.text()), "the order"
+        )
+        rank.stdin.write("go on\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "done\n"
+    assert daemon.stop() == 0
+    first = int(said[1])
+    [weights] = capd.open(run).find(tensor_name="weight")
+    captured = {record.iteration for record in weights.records}
+    assert 11 < first < 300
+    assert captured == set(range(first)) if action == "stop-capture" else {*range(12), *range(first, 300)}
 
 
 def test_cooldowns_and_alerts_survive_a_kill_of_the_daemon(start: Start, rank: Rank) -> None:

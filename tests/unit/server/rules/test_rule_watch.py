@@ -17,6 +17,7 @@ from capd.analyze.error_sums import Errors, ErrorSums
 from capd.errors import ConfigError
 from capd.lab.stored_errors import MeasuredRow, StoredErrors, pack_row
 from capd.rules.schema import parse_triggers
+from capd.server.rules.actions import AlertActions
 from capd.server.rules.commands import MAX_WAITING as MAX_COMMANDS
 from capd.server.rules.commands import AlertCommands
 from capd.server.rules.rank_looks import RankLook, RankLooks
@@ -26,7 +27,9 @@ from capd.store.alerts.file import alerts_of_run, alerts_path
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.geometry import Geometry
 from capd.store.format.statistics import summarise
+from capd_client.protocol.control import Control, ControlReply
 from capd_client.protocol.key import Key, Moment
+from capd_client.protocol.selection import Selection
 from tests.kit.daemon import wait_for
 
 HEADER = SeriesHeader(
@@ -61,6 +64,18 @@ class Kept:
     def keep(self, run_id: str, iteration: int | None, reason: str, *, post: int | None = None) -> str:
         self.asked.append((run_id, iteration, reason, post))
         return self._answer
+
+
+class Ordered:
+    """The ranks of a run, which are told what to capture."""
+
+    def __init__(self, *answers: ControlReply) -> None:
+        self.orders: list[Control] = []
+        self._answers = iter(answers)
+
+    def order(self, order: Control) -> ControlReply:
+        self.orders.append(order)
+        return next(self._answers)
 
 
 class NoLooks:
@@ -140,7 +155,7 @@ def test_a_flight_recorder_is_asked_and_without_one_the_rule_is_refused(root: Pa
         RuleWatch(rules, root, "n", durable=False, statistics=True)
     keeper = Kept()
     watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeps=True)
-    watch.begin(cast("RankLooks", NoLooks()), keeper)
+    watch.begin(cast("RankLooks", NoLooks()), AlertActions(keeper, Ordered().order))
     watch.feed.offer("run", [(HEADER, row(37))])
     watch.stop(30.0)
     assert keeper.asked == [("run", 37, "nan", None)]
@@ -152,11 +167,29 @@ def test_a_rule_says_how_much_is_kept_after_it_and_a_refusal_is_logged(
     rules = parse_triggers([{**NAN, "action": "keep", "post": 2}])
     keeper = Kept("the disk is full")
     watch = RuleWatch(rules, root, "n", durable=False, statistics=True, keeps=True)
-    watch.begin(cast("RankLooks", NoLooks()), keeper)
+    watch.begin(cast("RankLooks", NoLooks()), AlertActions(keeper, Ordered().order))
     watch.feed.offer("run", [(HEADER, row(37))])
     watch.stop(30.0)
     assert keeper.asked == [("run", 37, "nan", 2)]
     assert "[trigger] run run: nan keeps nothing: the disk is full" in [one.message for one in caplog.records]
+
+
+def test_rules_give_orders_to_the_ranks_and_a_refusal_is_logged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = parse_triggers(
+        [{**NAN, "name": "less", "action": "stop-capture"}, {**NAN, "name": "more", "action": "capture"}]
+    )
+    caplog.set_level("INFO", "capd")
+    ranks = Ordered(ControlReply("ok", "ordered from iteration 9 on"), ControlReply("nothing", "no rank"))
+    watch = RuleWatch(rules, root, "n", durable=False, statistics=True)
+    watch.begin(cast("RankLooks", NoLooks()), AlertActions(Kept(), ranks.order))
+    watch.feed.offer("run", [(HEADER, row(5))])
+    watch.stop(30.0)
+    assert ranks.orders == [Control("stop", "run"), Control("start", "run", Selection(steps="all"))]
+    said = [(one.levelname, one.message) for one in caplog.records]
+    assert ("INFO", "[trigger] run run: less: stop-capture: ordered from iteration 9 on") in said
+    assert ("WARNING", "[trigger] run run: more: capture: no rank") in said
 
 
 def test_commands_that_do_not_fit_are_counted_and_the_running_one_ends_with_the_daemon(
