@@ -15,7 +15,7 @@ CommittedRecord = tuple[SeriesHeader, RecordRow]
 Item = TypeVar("Item")
 
 MAX_WAITING = 16_384
-"""The records that wait, some 30 MiB with their statistics."""
+"""The records that wait, 30 to 90 MiB with their statistics."""
 
 MAX_WAITING_ERRORS = 4096
 """The errors of records that wait, at most 32 MiB."""
