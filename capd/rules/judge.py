@@ -9,116 +9,28 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
+from capd.rules.firing import Firing
 from capd.rules.format_errors import FormatErrors
 from capd.rules.metrics import RuleMetric
-from capd.rules.schema import BaselineSettings, TriggerSettings
-from capd.rules.subjects import Subjects
+from capd.rules.schema import TriggerSettings
 from capd.rules.watched_series import WatchedSeries
+from capd.rules.watching_rule import MOST_RANKS, WatchedRank, WatchingRule, kept_state
 from capd.store.format.frames import RecordRow, SeriesHeader, StatsRow
 from capd_client.protocol.key import Key, Moment
 
-__all__ = ["MAX_LISTED", "Firing", "Judge"]
+__all__ = ["Judge"]
 
-MAX_LISTED = 20
 # A firing waits so long for further series of its iteration.
 HOLD_S = 0.5
 _DAY_NS = 86_400 * 10**9
-# All states of rules about series together, and what one takes beside its baseline.
-_STATES_NBYTES = 32 << 20
-_STATE_NBYTES = 512
-_MOST_STATES = 65_536
 _MOST_SERIES = 65_536
-_MOST_RANKS = 65_536
 # The series of one firing that are told apart.
 _MOST_FIRED = 65_536
-# The iterations of a rank that are known to have values outside of limits, and those with alerts.
-_UNCLEAN = _FIRED = 64
 
 Place = tuple[str, int]
-FiringMoment = tuple[str, int, int, int]
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(slots=True)
-class Firing:
-    """A rule that fired for one rank at one iteration.
-
-    Attributes:
-        rule: The rule.
-        run_id: The run.
-        rank: The rank.
-        attempt: The attempt of the job.
-        iteration: The iteration.
-        micro_batch: The micro-batch of the first series.
-        value: The value of the first series, or of the rank. It may be NaN or infinite.
-        limit: The limit that it passed.
-        opened_s: When it fired, on the caller's clock.
-        is_last: Whether the rule's limit of a day is reached with it.
-        paths: The paths of the series that fired, in order; empty for a rank.
-    """
-
-    rule: TriggerSettings
-    run_id: str
-    rank: int
-    attempt: int
-    iteration: int
-    micro_batch: int
-    value: float
-    limit: float
-    opened_s: float
-    is_last: bool = False
-    paths: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _RankState:
-    """What one rule knows of one rank. fired and unclean: pairs of attempt and iteration."""
-
-    is_outside: bool = False
-    fired: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_FIRED))
-    unclean: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_UNCLEAN))
-
-    def is_quiet(self, attempt: int, iteration: int, cooldown: int) -> bool:
-        """Return whether the cooldown lasts, or the iteration has its alert. Records may come late.
-
-        A job may go back by itself: its last alert alone says what is quiet, but an iteration never fires again.
-        """
-        if (attempt, iteration) in self.fired:
-            return True
-        last = self.fired[-1] if self.fired else None
-        return last is not None and last[0] == attempt and abs(iteration - last[1]) < cooldown
-
-    def is_clean(self, attempt: int, iteration: int) -> bool:
-        return (attempt, iteration) not in self.unclean
-
-
-class _Rule:
-    """A rule with its state."""
-
-    def __init__(self, settings: TriggerSettings, rules: int) -> None:
-        self.settings = settings
-        self.metric: RuleMetric = settings.check()
-        self.cooldown = settings.quiet_iterations
-        self.subjects = Subjects(settings, self.metric)
-        self.baseline: BaselineSettings | None = None
-        if settings.factor_above is not None:
-            self.baseline = settings.baseline or BaselineSettings()
-        self.remembers = self.baseline is not None or settings.for_ > 1 or self.metric.text == "jump"
-        values = self.baseline.iterations if self.baseline else 0
-        room = _STATES_NBYTES // rules // (_STATE_NBYTES + 8 * values)
-        self.room = min(_MOST_STATES, room)
-        self.series: OrderedDict[tuple[str, str], WatchedSeries] = OrderedDict()
-        self.ranks: OrderedDict[Place, _RankState] = OrderedDict()
-        # By run, rank, attempt and iteration. A record that comes late still finds the firing of its iteration.
-        self.open: dict[FiringMoment, Firing] = {}
-        # Run → the times of the alerts of the last 24 hours.
-        self.days: OrderedDict[str, deque[int]] = OrderedDict()
 
 
 class Judge:
@@ -131,9 +43,9 @@ class Judge:
 
     def __init__(self, rules: Sequence[TriggerSettings]) -> None:
         """Take checked rules."""
-        self._rules = [_Rule(one, len(rules)) for one in rules]
+        self._rules = [WatchingRule(one, len(rules)) for one in rules]
         # (run, series path) → the rules that look at it.
-        self._looking: OrderedDict[tuple[str, str], tuple[_Rule, ...]] = OrderedDict()
+        self._looking: OrderedDict[tuple[str, str], tuple[WatchingRule, ...]] = OrderedDict()
         self.forgotten = 0
         self.suppressed = 0
 
@@ -147,7 +59,7 @@ class Judge:
         rules = {rule.settings.name: rule for rule in self._rules}
         for name, rank, attempt, iteration, time_ns in fired:
             if (rule := rules.get(name)) is not None:
-                _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0].fired.append(
+                kept_state(rule.ranks, (run_id, rank), WatchedRank, MOST_RANKS)[0].fired.append(
                     (attempt, iteration)
                 )
                 self._day(rule, run_id).append(time_ns)
@@ -198,7 +110,7 @@ class Judge:
             state = self._remembered(rule, place, moment)
             self._apply(rule, place, key.rank, moment, state, rule.metric.errors(found), now_s, time_ns)
 
-    def _watching(self, run_id: str, path: str, key: Key) -> tuple[_Rule, ...]:
+    def _watching(self, run_id: str, path: str, key: Key) -> tuple[WatchingRule, ...]:
         """Return the rules that look at a series."""
         looking = self._looking.get((run_id, path))
         if looking is None:
@@ -210,7 +122,7 @@ class Judge:
 
     def _apply(
         self,
-        rule: _Rule,
+        rule: WatchingRule,
         place: tuple[str, str],
         rank: int,
         moment: Moment,
@@ -230,7 +142,7 @@ class Judge:
             state.in_a_row = 0 if limit is None else state.in_a_row + 1
         if limit is None:
             return
-        known = _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0]
+        known = kept_state(rule.ranks, (run_id, rank), WatchedRank, MOST_RANKS)[0]
         now = moment.attempt, moment.iteration
         if not known.unclean or known.unclean[-1] != now:
             known.unclean.append(now)
@@ -242,19 +154,21 @@ class Judge:
         )  # fmt: skip
         self._fire(rule, known, found, time_ns)
 
-    def _remembered(self, rule: _Rule, place: tuple[str, str], moment: Moment) -> WatchedSeries | None:
+    def _remembered(self, rule: WatchingRule, place: tuple[str, str], moment: Moment) -> WatchedSeries | None:
         """Return the state of a rule that has one for each series."""
         return self._state(rule, place, moment.attempt) if rule.remembers else None
 
-    def _state(self, rule: _Rule, place: tuple[str, str], attempt: int) -> WatchedSeries:
-        state, is_full = _kept(rule.series, place, partial(WatchedSeries, attempt, rule.baseline), rule.room)
+    def _state(self, rule: WatchingRule, place: tuple[str, str], attempt: int) -> WatchedSeries:
+        state, is_full = kept_state(
+            rule.series, place, partial(WatchedSeries, attempt, rule.baseline), rule.room
+        )
         self.forgotten += is_full
         if state.attempt != attempt:
             state = rule.series[place] = WatchedSeries(attempt, rule.baseline)
         return state
 
     @staticmethod
-    def _value(rule: _Rule, state: WatchedSeries | None, stats: StatsRow) -> float | None:
+    def _value(rule: WatchingRule, state: WatchedSeries | None, stats: StatsRow) -> float | None:
         if rule.metric.value is not None:
             return rule.metric.value(stats)
         assert state is not None  # noqa: S101 - a jump remembers
@@ -266,14 +180,14 @@ class Judge:
 
     @staticmethod
     def _above_baseline(
-        rule: _Rule, state: WatchedSeries, place: Place, moment: Moment, value: float
+        rule: WatchingRule, state: WatchedSeries, place: Place, moment: Moment, value: float
     ) -> float | None:
         settings, wanted, baseline = rule.settings, rule.baseline, state.baseline
         # The caller has a baseline.
         assert wanted is not None  # noqa: S101
         assert baseline is not None  # noqa: S101
         assert settings.factor_above is not None  # noqa: S101
-        known = _kept(rule.ranks, place, _RankState, _MOST_RANKS)[0]
+        known = kept_state(rule.ranks, place, WatchedRank, MOST_RANKS)[0]
         if not math.isfinite(value):
             # It is above any limit, and never enters the baseline.
             return math.inf
@@ -302,7 +216,7 @@ class Judge:
         for rule in self._rules:
             if rule.metric.text != metric or not rule.subjects.has_rank(rank):
                 continue
-            known = _kept(rule.ranks, (run_id, rank), _RankState, _MOST_RANKS)[0]
+            known = kept_state(rule.ranks, (run_id, rank), WatchedRank, MOST_RANKS)[0]
             limit = _passed(rule.settings, rule.metric, value)
             before, known.is_outside = known.is_outside, limit is not None
             if limit is not None and not before:
@@ -313,7 +227,7 @@ class Judge:
                     time_ns,
                 )
 
-    def _fire(self, rule: _Rule, known: _RankState, found: Firing, time_ns: int) -> None:
+    def _fire(self, rule: WatchingRule, known: WatchedRank, found: Firing, time_ns: int) -> None:
         moment = found.run_id, found.rank, found.attempt, found.iteration
         held = rule.open.get(moment)
         if held is not None:
@@ -335,9 +249,9 @@ class Judge:
         rule.open[moment] = found
 
     @staticmethod
-    def _day(rule: _Rule, run_id: str) -> deque[int]:
+    def _day(rule: WatchingRule, run_id: str) -> deque[int]:
         limit = rule.settings.max_per_day
-        return _kept(rule.days, run_id, lambda: deque(maxlen=limit), _MOST_RANKS)[0]
+        return kept_state(rule.days, run_id, lambda: deque(maxlen=limit), MOST_RANKS)[0]
 
     def ready(self, now_s: float, *, all_of_them: bool = False) -> list[Firing]:
         """Return the firings to report now: those that waited HOLD_S."""
@@ -358,16 +272,3 @@ def _passed(rule: TriggerSettings, metric: RuleMetric, value: float) -> float | 
     if rule.below is not None and (value < rule.below or passes):
         return float(rule.below)
     return None
-
-
-def _kept(known: OrderedDict[K, V], key: K, make: Callable[[], V], room: int) -> tuple[V, bool]:
-    """Return the state of a key as the one used last, made if necessary, and whether another had to leave for it."""
-    found = known.get(key)
-    if found is not None:
-        known.move_to_end(key)
-        return found, False
-    known[key] = made = make()
-    if len(known) <= room:
-        return made, False
-    known.popitem(last=False)
-    return made, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from capd.rules.judge import Firing
+from capd.rules.firing import Firing
 from capd.rules.schema import TriggerSettings
 from capd.window.keeper import Keeper
 from capd_client.protocol.control import Control, ControlReply

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from capd.errors import StoreError
-from capd.rules.judge import Firing
+from capd.rules.firing import Firing
 from capd.rules.words import condition_text
 from capd.space import if_full
 from capd.store.alerts.alert import MAX_LISTED_SERIES, Alert, alert_number

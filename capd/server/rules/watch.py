@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from capd.errors import ConfigError
 from capd.metrics import AlertStats
-from capd.rules.judge import Firing, Judge
+from capd.rules.firing import Firing
+from capd.rules.judge import Judge
 from capd.rules.refusals import refusals
 from capd.rules.schema import TriggerSettings
 from capd.server.rules.actions import AlertActions

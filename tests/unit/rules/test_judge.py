@@ -10,7 +10,9 @@ import pytest
 
 from capd.analyze.error_sums import Errors, ErrorSums
 from capd.rules import judge as judging
-from capd.rules.judge import HOLD_S, Firing, Judge
+from capd.rules import watching_rule
+from capd.rules.firing import Firing
+from capd.rules.judge import HOLD_S, Judge
 from capd.rules.schema import parse_triggers
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.geometry import Geometry
@@ -310,7 +312,7 @@ def test_a_run_that_was_removed_is_forgotten() -> None:
 def test_the_memory_of_series_is_bounded_and_what_was_forgotten_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(judging, "_MOST_STATES", 10)
+    monkeypatch.setattr(watching_rule, "_MOST_STATES", 10)
     monkeypatch.setattr(judging, "_MOST_SERIES", 10)
     bench = Bench({"metric": "jump", "above": 2, "cooldown": 0})
     for iteration in range(2):
