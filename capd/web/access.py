@@ -35,9 +35,11 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""The headers of every answer, refusals included."""
+"""The headers of every answer, refusals included. A report alone has a policy of its own."""
 
 _MAX_NBYTES = 32 << 10
+# What starts or ends something. All else only reads.
+_POSTED = frozenset({"/api/report", "/api/report/stop"})
 _OWN_SITES = ("same-origin", "none")
 _PORT = re.compile(r":\d*$")
 _OPEN_LINK = "open the link that `capd web` has printed last"
@@ -60,7 +62,9 @@ class Door:
     def refusal(self, scope: Scope) -> Response | None:
         """Return the answer to a request that may not pass; None for one that may."""
         headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        posts = scope["method"] == "POST" and path in _POSTED
+        if scope["method"] not in ("GET", "HEAD") and not posts:
             return _refused(405, "this page only answers GET and HEAD", Allow="GET, HEAD")
         if len(scope["query_string"]) + sum(map(len, chain(*headers.raw))) > _MAX_NBYTES:
             return _refused(431, f"a request has {_MAX_NBYTES} bytes of headers at most")
@@ -73,6 +77,9 @@ class Door:
             return _refused(403, f"a page of another site has sent this; {_OPEN_LINK} in a new tab")
         if "origin" in headers and headers["origin"] not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return _refused(403, "a page of another origin has sent this")
+        # A browser names the origin of every POST.
+        if posts and "origin" not in headers:
+            return _refused(403, "this address only answers the page, which names its origin")
         token = QueryParams(scope["query_string"]).get("token")
         if token is not None:
             return self._let_in(token, headers, scope)
@@ -117,7 +124,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
-                    headers[name] = value
+                    headers.setdefault(name, value)
             await send(message)
 
         refusal = self._door.refusal(scope)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
@@ -19,10 +18,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from capd._version import __version__
-from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore
-from capd.strict_json import strict_json
+from capd.errors import CapdError
 from capd.web.answers import Answers
 from capd.web.live import LiveView
+from capd.web.reports.routes import json_answer, report_routes, status_of
+from capd.web.reports.shelf import ReportShelf
 from capd.web.stream import Hub
 
 __all__ = ["Application"]
@@ -40,15 +40,16 @@ _FOLDERS = {"report": files("capd.report") / "assets", "web": files("capd.web") 
 class Application:
     """The page over one store. Its answers are made in two threads, so at most two take memory at a time."""
 
-    def __init__(self, answers: Answers, live: LiveView) -> None:
+    def __init__(self, answers: Answers, live: LiveView, reports: ReportShelf) -> None:
         """Prepare to answer.
 
         Args:
             answers: What is asked of the store.
             live: The state of the daemon.
+            reports: The reports of finished runs.
         """
         self.hub = Hub()
-        self._answers, self._live = answers, live
+        self._answers, self._live, self._reports = answers, live, reports
         self._pool = ThreadPoolExecutor(_THREADS, "capd-web")
         # Errors are read by processes of their own, one at a time, and no other answer waits for them.
         self._reading = ThreadPoolExecutor(1, "capd-web-errors")
@@ -67,6 +68,7 @@ class Application:
                 Route("/static/{path:path}", self._asset),
                 Route("/events", self._events),
                 Route("/api/health", self._health),
+                *report_routes(reports, self._pool),
                 Route("/api/errors", self._json(answers.errors, self._reading)),
                 *(
                     Route(f"/api/{name}", self._json(getattr(answers, name), self._pool))
@@ -92,6 +94,7 @@ class Application:
     def close(self) -> None:
         """Stop the threads."""
         self._answers.samples.close()
+        self._reports.close()
         for pool in (self._pool, self._reading, self._sampling):
             pool.shutdown(wait=False, cancel_futures=True)
         self._live.close()
@@ -111,7 +114,7 @@ class Application:
 
     async def _health(self, _: Request) -> Response:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return _answer(
+        return json_answer(
             {
                 "version": __version__,
                 "uptime_s": time.monotonic() - self._began,
@@ -149,21 +152,9 @@ def language_of(wanted: str | None, accepted: str) -> str:
 
 def _answered(read: Callable[[QueryParams], Any], query: QueryParams) -> Response:
     try:
-        return _answer(read(query))
+        return json_answer(read(query))
     except CapdError as error:
-        status = (
-            404
-            if isinstance(error, NotAStore | NoSuchSeries)
-            else 400
-            if isinstance(error, ConfigError)
-            else 503
-        )
-        return _answer({"problem": str(error)}, status)
-
-
-def _answer(value: Mapping[str, Any], status: int = 200) -> Response:
-    text = json.dumps(strict_json(value), allow_nan=False, separators=(",", ":"))
-    return Response(text, status, media_type="application/json")
+        return json_answer({"problem": str(error)}, status_of(error))
 
 
 def _assets(place: Any, below: str = "") -> list[tuple[str, bytes]]:

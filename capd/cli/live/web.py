@@ -140,6 +140,7 @@ def _serve(
     from capd.web.keys import Keys, token_of
     from capd.web.live import LiveView
     from capd.web.reading.catalogs import Runs
+    from capd.web.reports.shelf import ReportShelf
     from capd.web.sampling import Samples
     from capd.web.server import serve
 
@@ -148,7 +149,7 @@ def _serve(
         keys = Keys(fixed, lambda token: note(f"the link was used; the next one: {_link(listening, token)}"))
         runs = Runs(place)
         endpoint = endpoint_path(load_daemon_settings({}, path=config).endpoint)
-        application = Application(Answers(runs, Samples()), LiveView(runs, endpoint))
+        application = Application(Answers(runs, Samples()), LiveView(runs, endpoint), ReportShelf(runs))
         names = LOOPBACK_NAMES | listening.names | {name.lower() for name in hosts}
         door = Door(keys, names, _cookie_name(listening))
 

@@ -6,8 +6,10 @@ export const LANGUAGES = { en: "English", zh: "中文" };
 const TAGS = { en: "en", zh: "zh-Hans" };
 let spoken = "en";
 
-/** The language of the browser, if the page has it. */
+/** The language that the address asks for with `?lang=`, else that of the browser, if the page has it. */
 export function systemLanguage() {
+  const asked = new URLSearchParams(location.search).get("lang") ?? "";
+  if (Object.hasOwn(LANGUAGES, asked)) return asked;
   return navigator.language.startsWith("zh") ? "zh" : "en";
 }
 

@@ -3,7 +3,7 @@
 const QUIET_MS = 5000;
 
 /** An address below the page, with these parameters; a list repeats its name. */
-function address(path, parameters) {
+export function address(path, parameters) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(name, one);
@@ -12,8 +12,17 @@ function address(path, parameters) {
 }
 
 /** The answer to a question, or an error with the server's own words. */
-export async function ask(name, parameters = {}, signal = undefined) {
-  const answer = await fetch(address(`api/${name}`, parameters), { signal });
+export function ask(name, parameters = {}, signal = undefined) {
+  return answered(name, parameters, { signal });
+}
+
+/** Tells the server to do something. Its answer is as that to a question. */
+export function tell(name, parameters, signal) {
+  return answered(name, parameters, { method: "POST", signal });
+}
+
+async function answered(name, parameters, how) {
+  const answer = await fetch(address(`api/${name}`, parameters), how);
   const text = await answer.text();
   let found = null;
   try { found = JSON.parse(text); } catch { /* a refusal is plain text */ }

@@ -8,7 +8,8 @@ import { stateText } from "../states.js";
 import { map } from "../charts/map.js";
 import { spark } from "../charts/spark.js";
 import { newest } from "./newest.js";
-import { placeOf } from "../places.js";
+import { report } from "./report.js";
+import { duration } from "../times.js";
 
 const HEADS = [word("rank"), word("state"), word("iteration"), word("behind"), word("records per second"), word("in flight"), word("committed"), word("lost"), word("arena")];
 const MOST_RANKS = 64; // in the map and the table; of more, those that are not well come first
@@ -19,7 +20,7 @@ export async function overview({ runs: [name] }, signal) {
   const events = el("div");
   const records = newest(name);
   return {
-    nodes: [facts(run), live, records.node, events, report(run)],
+    nodes: [facts(run), live, records.node, events, report(run, signal)],
     told(state) {
       const here = state.node?.runs.find((one) => one.name === name);
       live.replaceChildren(...(here ? counters(state.node, here) : [section(say("Live"), null, nothing(say("No daemon of this machine writes this run now.")))]).flat(Infinity).filter(Boolean));
@@ -74,18 +75,7 @@ function ranks(run) {
     el("div", { class: "scroller", role: "region", tabindex: 0, "aria-label": say("Ranks") }, el("table", { class: "ranks" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows))));
 }
 
-function duration(seconds) {
-  if (typeof seconds !== "number") return "–";
-  if (seconds < 120) return say("{0} s", Math.round(seconds));
-  return seconds < 7200 ? say("{0} min", Math.round(seconds / 60)) : say("{0} h", Math.round(seconds / 3600));
-}
-
 function eventList(events) {
   if (!events.length) return [];
   return [section(say("Events"), null, el("ul", { class: "events" }, events.slice().reverse().map((one) => el("li", { class: one.severity }, `${new Date(Number(BigInt(one.time_ns) / 1000000n)).toLocaleTimeString()} `, named(one.text)))))];
-}
-
-function report(run) {
-  return section(say("Report"), say("Distributions, errors of formats and outliers take every element, so a command writes them:"), el("p", { class: "command" }, run.report),
-    el("p", {}, el("a", { href: placeOf("tensors", run.name) }, say("All tensors"))));
 }
