@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,13 +49,13 @@ class _KeptReport:
 
 @dataclass(slots=True)
 class _Making:
-    """The report that is made now. is_stopped: whether somebody has asked for its end."""
+    """The report that is made now. stopped: set if somebody has asked for its end."""
 
     name: _Name
     stamp: Stamp
     began: float
     process: ReportProcess | None = None
-    is_stopped: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
 
 
 class ReportShelf:
@@ -151,7 +151,7 @@ class ReportShelf:
             making = self._making
             if making is None or making.name[0] != path:
                 return
-            making.is_stopped = True
+            making.stopped.set()
             if making.process is not None:
                 making.process.kill()
 
@@ -243,13 +243,13 @@ class ReportShelf:
         try:
             page = place / "report.html"
             with self._lock:
-                if self._ended or making.is_stopped:
+                if self._ended or making.stopped.is_set():
                     return None, ""
                 making.process = ReportProcess(
                     run, page, is_quick=kind == "quick", most_nbytes=self._most_nbytes
                 )
             code, line = making.process.wait(self._limit_s)
-            if making.is_stopped:
+            if making.stopped.is_set():
                 return None, ""
             if code not in (0, _DAMAGE_CODE) or not page.is_file():
                 return None, self._why(code, line)
