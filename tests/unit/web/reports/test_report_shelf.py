@@ -106,7 +106,11 @@ def test_a_report_is_made_again_when_its_run_has_changed(root: Path, temporary: 
             assert reading.read().endswith(b"</html>\n")
         assert made(shelf, "one")["state"] == "ready"
         shutil.rmtree(root / "one.zarr")
-        for asked in (shelf.look, lambda run: shelf.opened(run, "quick"), lambda run: shelf.make(run, "quick")):
+        for asked in (
+            shelf.look,
+            lambda run: shelf.opened(run, "quick"),
+            lambda run: shelf.make(run, "quick"),
+        ):
             with pytest.raises(NotAStore, match="one.zarr"):
                 asked("one")
     finally:
