@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.web.page import WebPage
+
 CHROMIUM = shutil.which("chromium")
 ARRIVED = "window.arrived = location.hash; addEventListener('hashchange', () => { window.arrived = location.hash; })"
 FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
@@ -93,3 +95,63 @@ def opened(chromium: Any) -> Iterator[Callable[..., Opened]]:
 
         yield open_
     assert [report.problems for report in reports] == [[] for _ in reports]
+
+
+class Browsed:
+    """A page of the browser that is in. problems: of the console, uncaught errors, failed and foreign requests."""
+
+    def __init__(self, page: Any, web: WebPage) -> None:
+        self.page, self.web, self.problems = page, web, list[str]()
+        page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
+        page.on(
+            "request", lambda one: one.url.startswith((web.address, "data:")) or self.problems.append(one.url)
+        )
+        page.on("requestfailed", self._failed)
+        page.set_default_timeout(30_000)
+        page.add_init_script(ARRIVED)
+
+    def _failed(self, request: Any) -> None:
+        # A page that is left ends its stream.
+        if not request.url.endswith("/events"):
+            self.problems.append(f"failed: {request.url} {request.failure}")
+
+    def go(self, place: str, query: str = "") -> None:
+        self.page.goto(f"{self.web.address}{query}#{place}")
+        # The browser tells a page of a new hash later. Until then, the page of the old one is seen.
+        self.page.wait_for_function("(place) => window.arrived === place", arg=f"#{place}" if place else "")
+        self.page.wait_for_selector(f"main[data-page='{place.partition('/')[0] or 'runs'}']")
+        self.settle()
+
+    def settle(self) -> None:
+        self.page.wait_for_function(DRAWN)
+        self.page.evaluate(FRAMES)
+
+    def text(self, selector: str = "main") -> str:
+        return str(self.page.inner_text(selector))
+
+
+Browse = Callable[..., Browsed]
+
+
+@pytest.fixture
+def browse(chromium: Any) -> Iterator[Browse]:
+    """`browse(web)` enters a page by its link; at the end nothing may have gone wrong in it."""
+    made: list[Browsed] = []
+    with ExitStack() as closing:
+
+        def open_(web: WebPage, *, width: int = 1280, theme: str = "light", locale: str = "en-US") -> Browsed:
+            size = {"width": width, "height": 900}
+            context = closing.enter_context(
+                chromium.new_context(viewport=size, color_scheme=theme, locale=locale)
+            )
+            found = Browsed(context.new_page(), web)
+            context.add_cookies([{"name": web.cookie.partition("=")[0], "value": web.cookie.partition("=")[2],
+                                  "url": web.address, "httpOnly": True, "sameSite": "Strict"}])  # fmt: skip
+            found.go("")
+            made.append(found)
+            return found
+
+        yield open_
+        assert [one.problems for one in made] == [[] for _ in made]

@@ -6,8 +6,7 @@ import math
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from capd.store.read.store import open_store
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.key import Moment
 from capd_client.protocol.messages import Define, Descriptor, Put
-from tests.browser.conftest import DRAWN, FRAMES
+from tests.browser.conftest import Browse
 from tests.kit.daemon import DaemonProcess, Rank, daemons
 from tests.kit.store.cli import StoreWriter, bf16_bits, linear_key
 from tests.kit.store.scalars import put_scalar
@@ -49,63 +48,6 @@ COLOURS = """() => {
 MARKS = """() => [...document.querySelectorAll(".plot .mark")].map((mark) =>
   parseFloat(mark.style.left) / mark.parentElement.clientWidth).sort()"""
 """The places of marks in their chart, as parts of its width."""
-
-
-class Browsed:
-    """A page of the browser that is in. problems: of the console, uncaught errors, failed and foreign requests."""
-
-    def __init__(self, page: Any, web: WebPage) -> None:
-        self.page, self.web, self.problems = page, web, list[str]()
-        page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
-        page.on(
-            "request", lambda one: one.url.startswith((web.address, "data:")) or self.problems.append(one.url)
-        )
-        page.on("requestfailed", self._failed)
-        page.set_default_timeout(30_000)
-
-    def _failed(self, request: Any) -> None:
-        # A page that is left ends its stream.
-        if not request.url.endswith("/events"):
-            self.problems.append(f"failed: {request.url} {request.failure}")
-
-    def go(self, place: str, query: str = "") -> None:
-        self.page.goto(f"{self.web.address}{query}#{place}")
-        self.page.wait_for_selector(f"main[data-page='{place.partition('/')[0] or 'runs'}']")
-        self.settle()
-
-    def settle(self) -> None:
-        self.page.wait_for_function(DRAWN)
-        self.page.evaluate(FRAMES)
-
-    def text(self, selector: str = "main") -> str:
-        return str(self.page.inner_text(selector))
-
-
-Browse = Callable[..., Browsed]
-
-
-@pytest.fixture
-def browse(chromium: Any) -> Iterator[Browse]:
-    """`browse(web)` enters a page by its link; at the end nothing may have gone wrong in it."""
-    made: list[Browsed] = []
-    with ExitStack() as closing:
-
-        def open_(web: WebPage, *, width: int = 1280, theme: str = "light", locale: str = "en-US") -> Browsed:
-            size = {"width": width, "height": 900}
-            context = closing.enter_context(
-                chromium.new_context(viewport=size, color_scheme=theme, locale=locale)
-            )
-            found = Browsed(context.new_page(), web)
-            context.add_cookies([{"name": web.cookie.partition("=")[0], "value": web.cookie.partition("=")[2],
-                                  "url": web.address, "httpOnly": True, "sameSite": "Strict"}])  # fmt: skip
-            found.go("")
-            made.append(found)
-            return found
-
-        yield open_
-        assert [one.problems for one in made] == [[] for _ in made]
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +259,8 @@ def test_errors_of_the_lab_stand_beside_the_samples(browse: Browse, tmp_path: Pa
         shown.page.wait_for_selector(".errors .chart")
         assert shown.page.locator(".errors .legend button").all_inner_texts() == ["hifp8", "mxfp8"]
         shown.page.locator(".errors details summary").click()
+        # The browser tells the page later that it is open, and the page makes its table then.
+        shown.page.locator(".errors tbody tr").first.wait_for()
         cells = shown.page.locator(".errors tbody tr").last.locator("td").all_inner_texts()
         expected = [2, *(series.records[2].errors[label].sqnr_db for label in ("hifp8", "mxfp8"))]
         assert [float(cell) for cell in cells] == pytest.approx(expected, rel=1e-2)
@@ -359,8 +303,11 @@ def test_a_live_run_its_alert_and_a_daemon_that_dies(
         shown = browse(web)
         shown.go("overview/run")
         shown.page.wait_for_selector("table.newest tbody tr:nth-child(6)")
+        shown.page.wait_for_selector("text=The report comes when the run has finished.")
+        assert not shown.page.get_by_role("button", name="Report", exact=True).is_visible()
         assert shown.page.locator("table.ranks tbody tr").count() == 2
-        assert "arena_full" in shown.text()
+        # The counters of a rank come with a later sample than its records.
+        shown.page.locator("main", has_text="arena_full").wait_for()
         shown.page.get_by_role("button", name="Pause").click()
         # A NaN at step 3 of rank 1.
         put(ranks[1], 3, math.nan)
