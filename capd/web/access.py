@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capd.web.keys import Keys
 
-__all__ = ["LOOPBACK_NAMES", "Door", "Guard"]
+__all__ = ["LOOPBACK_NAMES", "REPORT_PATH", "Door", "Guard"]
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 """The names by which a browser reaches this machine, also through `ssh -L`."""
@@ -36,6 +36,9 @@ HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
 }
 """The headers of every answer, refusals included. A report alone has a policy of its own."""
+
+REPORT_PATH = "/report"
+"""The address of reports, which have a policy of their own."""
 
 _MAX_NBYTES = 32 << 10
 # What starts or ends something. All else only reads.
@@ -74,6 +77,9 @@ class Door:
                 400, "this Host is none of the page's; `capd web --allow-host NAME` adds a proxy's"
             )
         if headers.get("sec-fetch-site", "none") not in _OWN_SITES:
+            # Reloading a report after a link within it is a request by the report, which is of no site.
+            if path == REPORT_PATH:
+                return _refused(403, "a report cannot load itself again; open it from the page of its run")
             return _refused(403, f"a page of another site has sent this; {_OPEN_LINK} in a new tab")
         if "origin" in headers and headers["origin"] not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return _refused(403, "a page of another origin has sent this")

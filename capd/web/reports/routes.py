@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from capd.errors import CapdError, ConfigError, NoSuchSeries, NotAStore, StoreBusy
 from capd.strict_json import strict_json
+from capd.web.access import REPORT_PATH
 from capd.web.reports.shelf import ReportShelf
 
 __all__ = ["SANDBOX", "json_answer", "report_routes", "status_of"]
@@ -66,7 +67,7 @@ def report_routes(shelf: ReportShelf, pool: ThreadPoolExecutor) -> list[Route]:
     return [
         Route("/api/report", asked, methods=["GET", "POST"]),
         Route("/api/report/stop", stopped, methods=["POST"]),
-        Route("/report", shown),
+        Route(REPORT_PATH, shown),
     ]
 
 

@@ -33,6 +33,8 @@ _LIMIT_S = 3600.0
 # A daemon may have a run open that nobody captures any more.
 _FINISHED = ("open", "unsealed", "sealed")
 _DAMAGE_CODE = 4
+# By this the command names the limit of its file, which only the page has set.
+_FILE_LIMIT = "ulimit -f"
 
 _Name = tuple[Path, str]
 
@@ -263,6 +265,8 @@ class ReportShelf:
     def _why(self, code: int | None, line: str) -> str:
         if code is None:
             return f"the report took longer than {self._limit_s / 60:g} min; write it with the command below"
+        if _FILE_LIMIT in line:
+            return f"the report is larger than {self._most_nbytes >> 20} MiB; write it with the command below"
         return line or f"`capd report` ended with {code} and said nothing; try the command below"
 
     def _keep(self, making: _Making, kept: _KeptReport | None, problem: str) -> None:

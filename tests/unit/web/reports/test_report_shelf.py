@@ -137,7 +137,7 @@ def test_one_report_is_made_at_a_time_and_may_be_stopped(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bounds", "words"),
-    [({"most_nbytes": 1000}, "too large"), ({"limit_s": 0.01}, "took longer than")],
+    [({"most_nbytes": 1000}, "larger than 0 mib"), ({"limit_s": 0.01}, "took longer than")],
     ids=["too large", "too long"],
 )
 def test_a_report_that_fails_says_why_in_one_line(
