@@ -72,9 +72,10 @@ def web(
 ) -> None:
     """Show runs in a browser: counters of the ranks, tensors by step, layers by step, scalars of several runs.
 
-    The page reads what the store has and asks the daemon for its counters. It changes nothing and works without a
+    The page reads what the store has and asks the daemon for its counters. It changes no run and works without a
     daemon. It is a process of its own, with lowered priority and at most 256 MiB of memory; the capture does not
-    notice it. No tensor is decoded, except for samples of SQNR that somebody looks at.
+    notice it. No tensor is decoded, except for samples of SQNR that somebody looks at. The report of a finished run
+    is made by `capd report`, with the lowest priority, when somebody asks for it.
 
     The link that is printed opens one browser. The browser gets a cookie, and the next link is printed.
 

@@ -117,6 +117,10 @@ def test_a_report_has_a_sandbox_of_its_own(page: WebPage) -> None:
         (400, {"Host": "evil.example"}),
     ):
         assert page.get(f"/report?{QUICK}", **headers).status == status, headers
+    # So a browser reloads a report after a link within it.
+    assert (
+        b"open it from the page of its run" in page.get(f"/report?{QUICK}", Sec_Fetch_Site="cross-site").body
+    )
 
 
 def test_a_live_run_has_no_report_and_one_that_has_ended_does(runtime_dir: Path, tmp_path: Path) -> None:
