@@ -30,8 +30,8 @@ _MOST_KEPT = 8
 _MOST_NBYTES = 128 << 20
 _MOST_FAILED = 64
 _LIMIT_S = 3600.0
-# A daemon may have a run open that nobody captures any more.
-_FINISHED = ("open", "unsealed", "sealed")
+# A daemon that has a run open soon seals it, or ranks come back.
+_FINISHED = ("unsealed", "sealed")
 _DAMAGE_CODE = 4
 # By this the command names the limit of its file, which only the page has set.
 _FILE_LIMIT = "ulimit -f"
