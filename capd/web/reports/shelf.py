@@ -17,7 +17,7 @@ from capd.errors import CapdError, ConfigError, NotAStore, StoreBusy
 from capd.lifecycle.inventory import look_at
 from capd.web.reading.catalogs import Runs
 from capd.web.reports.process import ReportProcess
-from capd.web.reports.stamps import Stamp, stamp_of
+from capd.web.reports.stamps import Stamp, is_finished, stamp_of
 
 __all__ = ["KINDS", "ReportShelf"]
 
@@ -30,8 +30,6 @@ _MOST_KEPT = 8
 _MOST_NBYTES = 128 << 20
 _MOST_FAILED = 64
 _LIMIT_S = 3600.0
-# A daemon that has a run open soon seals it, or ranks come back.
-_FINISHED = ("unsealed", "sealed")
 _DAMAGE_CODE = 4
 # By this the command names the limit of its file, which only the page has set.
 _FILE_LIMIT = "ulimit -f"
@@ -102,7 +100,7 @@ class ReportShelf:
         facts = look_at(path)
         with self._lock:
             return {
-                "is_finished": facts.state in _FINISHED,
+                "is_finished": is_finished(facts),
                 "problem": facts.problem if facts.state == "unreadable" else "",
                 "kinds": {kind: self._state((path, kind), stamp) for kind in KINDS},
             }
@@ -120,7 +118,7 @@ class ReportShelf:
             raise ConfigError(f"kind={kind!r} is none of {', '.join(KINDS)}")
         path, stamp = self._found(run)
         facts = look_at(path)
-        if facts.state not in _FINISHED:
+        if not is_finished(facts):
             raise StoreBusy(
                 f"{path.name} has no report now ({facts.problem or facts.state}); make it when the run has finished"
             )

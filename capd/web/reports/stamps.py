@@ -1,21 +1,30 @@
-"""The stamp of a run: it changes with everything that a report reads."""
+"""Whether a run is finished, and its stamp, which changes with everything that a report reads."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from capd.lifecycle.inventory import RunFacts
 from capd.store.alerts.file import ALERTS_NAME
 from capd.store.catalog.place import live_catalog
 from capd.store.catalog.rows import CATALOG_NAME
 from capd.store.disk.layout import node_directory, nodes_of
 
-__all__ = ["Stamp", "stamp_of"]
+__all__ = ["Stamp", "is_finished", "stamp_of"]
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 """The names, numbers, sizes and times of some files."""
 
 _DOCUMENT = "zarr.json"
+
+
+def is_finished(facts: RunFacts) -> bool:
+    """Return whether nobody captures a run. One that a daemon has open must be sealed, which is soon after its end."""
+    if facts.state != "open":
+        return facts.state in ("unsealed", "sealed")
+    spools = (node_directory(facts.path, node) / "spool" for node in facts.nodes)
+    return not any(any(spool.glob("*")) for spool in spools)
 
 
 def stamp_of(run: Path) -> Stamp:

@@ -124,9 +124,10 @@ def test_a_report_has_a_sandbox_of_its_own(page: WebPage) -> None:
 
 
 def test_a_live_run_has_no_report_and_one_that_has_ended_does(runtime_dir: Path, tmp_path: Path) -> None:
-    endpoint, store = runtime_dir / "s.sock", tmp_path / "store"
+    endpoint, store, config = runtime_dir / "s.sock", tmp_path / "store", tmp_path / "capd.toml"
+    config.write_text("[daemon]\nidle_seal_s = 0.2\n")
     with daemons() as running:
-        running.append(DaemonProcess(store, endpoint))
+        running.append(DaemonProcess(store, endpoint, "--config", str(config)))
         rank = Rank(endpoint, rank=0)
         rank.connect()
         rank.send(Define(id=1, key=linear_key(), dtype="bfloat16"))
@@ -140,6 +141,7 @@ def test_a_live_run_has_no_report_and_one_that_has_ended_does(runtime_dir: Path,
             assert answer.status == 409
             assert "when the run has finished" in answer.json["problem"]
             rank.bye()
+            rank.close()
             wait_for(lambda: page.ask("report", run="run")["is_finished"], "the end of the run")
             make(page)
 
