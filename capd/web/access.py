@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capd.web.keys import Keys
@@ -39,6 +39,14 @@ HEADERS: Mapping[str, str] = {
 
 REPORT_PATH = "/report"
 """The address of reports, which have a policy of their own."""
+
+# A report is of no site. A browser therefore says of its reload that another site has sent it, once a link within the
+# report was followed, and keeps the cookie back. This page has nothing from the store, and asks again as itself.
+_ONCE_MORE = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>capd web</title></head>'
+    "<body><p>Open the report from the page of its run. 请从运行的页面打开报告。</p>"
+    '<script src="static/web/again.js"></script></body></html>'
+)
 
 _MAX_NBYTES = 32 << 10
 # What starts or ends something. All else only reads.
@@ -77,9 +85,8 @@ class Door:
                 400, "this Host is none of the page's; `capd web --allow-host NAME` adds a proxy's"
             )
         if headers.get("sec-fetch-site", "none") not in _OWN_SITES:
-            # Reloading a report after a link within it is a request by the report, which is of no site.
-            if path == REPORT_PATH:
-                return _refused(403, "a report cannot load itself again; open it from the page of its run")
+            if path == REPORT_PATH and _is_window(headers):
+                return HTMLResponse(_ONCE_MORE, 403)
             return _refused(403, f"a page of another site has sent this; {_OPEN_LINK} in a new tab")
         if "origin" in headers and headers["origin"] not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return _refused(403, "a page of another origin has sent this")
@@ -135,6 +142,11 @@ class Guard:
 
         refusal = self._door.refusal(scope)
         await (self._app if refusal is None else refusal)(scope, receive, with_headers)
+
+
+def _is_window(headers: Headers) -> bool:
+    """Return whether a window asks, and no frame, image or script of a page."""
+    return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
 
 
 def _refused(status: int, text: str, **headers: str) -> Response:

@@ -113,8 +113,8 @@ class Browsed:
         page.add_init_script(ARRIVED)
 
     def _failed(self, request: Any) -> None:
-        # A page that is left ends its stream.
-        if not request.url.endswith("/events"):
+        # A page that is left ends its stream and its questions.
+        if request.failure != "net::ERR_ABORTED":
             self.problems.append(f"failed: {request.url} {request.failure}")
 
     def go(self, place: str, query: str = "") -> None:
@@ -127,6 +127,12 @@ class Browsed:
     def settle(self) -> None:
         self.page.wait_for_function(DRAWN)
         self.page.evaluate(FRAMES)
+
+    def wait_for_count(self, selector: str, count: int) -> None:
+        self.page.wait_for_function(
+            "([selector, count]) => document.querySelectorAll(selector).length === count",
+            arg=[selector, count],
+        )
 
     def text(self, selector: str = "main") -> str:
         return str(self.page.inner_text(selector))

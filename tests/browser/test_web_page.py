@@ -115,10 +115,9 @@ def test_a_page_of_another_site_gets_nothing(chromium: Any, web: WebPage, root: 
         page.on("response", lambda answer: answers.append(answer.status))
         page.evaluate(ask, f"{web.address}api/runs")
         page.evaluate(
-            "(url) => { const i = new Image(); i.src = url; document.body.append(i); }",
+            "(url) => new Promise((done) => { const i = new Image(); i.onload = i.onerror = done; i.src = url; })",
             f"{web.address}api/runs",
         )
-        page.wait_for_timeout(300)
         assert set(answers) <= {403}
 
 
@@ -142,6 +141,7 @@ def test_names_are_text_and_nothing_else(browse: Browse, web: WebPage, root: Pat
         shown.go(place)
         assert shown.page.locator("main img, main script, header img, main b").count() == 0, place
     shown.go("tensors/exp1")
+    shown.page.wait_for_selector("text=1 to 12 of 12")
     names = shown.page.locator("td .name").all_text_contents()
     for tensor in TENSORS:
         assert any(tensor in name for name in names), tensor
@@ -153,7 +153,7 @@ def test_names_are_text_and_nothing_else(browse: Browse, web: WebPage, root: Pat
 def test_a_search_and_a_filter_find_tensors(browse: Browse, web: WebPage) -> None:
     shown = browse(web)
     shown.go("tensors/exp1")
-    assert "1 to 12 of 12" in shown.text()
+    shown.page.wait_for_selector("text=1 to 12 of 12")
     shown.page.get_by_label("Search names").fill("m.1 INPUT")
     shown.page.wait_for_selector("text=1 to 1 of 1")
     shown.page.get_by_label("Search names").fill("nothing such")
@@ -173,7 +173,7 @@ def test_the_numbers_are_those_of_the_store(browse: Browse, web: WebPage, root: 
     shown.page.locator("details summary").click()
     shown.page.wait_for_selector("details tbody tr")
     rows = shown.page.locator("details tbody tr")
-    assert rows.count() == len(ITERATIONS)
+    shown.wait_for_count("details tbody tr", len(ITERATIONS))
     for number, record in enumerate(records):
         cells = rows.nth(number).locator("td").all_inner_texts()
         assert int(cells[0]) == record.iteration
@@ -196,6 +196,8 @@ def test_runs_are_laid_over_each_other(browse: Browse, web: WebPage, root: Path)
         shown.page.get_by_label(f"choose {run}", exact=True).check()
     shown.page.get_by_role("button", name="Scalars of the chosen runs").click()
     shown.page.wait_for_selector("main[data-page='scalars']")
+    shown.settle()
+    shown.wait_for_count(".legend button", 2)
     assert shown.page.locator(".legend button").all_inner_texts() == list(RUNS[:2])
     shown.page.locator("details summary").first.click()
     shown.page.wait_for_selector("details tbody tr")
@@ -204,7 +206,7 @@ def test_runs_are_laid_over_each_other(browse: Browse, web: WebPage, root: Path)
     shown.go(f"tensor/exp1/{quoted(paths(root)[0])}")
     shown.page.get_by_label("compare with").select_option(label=RUNS[2])
     shown.page.wait_for_selector(f"text=without {RUNS[2]}")
-    assert shown.page.locator(".map canvas").count() == 2
+    shown.wait_for_count(".map canvas", 2)
 
 
 def test_a_layer_leads_to_its_tensor(browse: Browse, web: WebPage, root: Path) -> None:
@@ -254,13 +256,13 @@ def test_errors_of_the_lab_stand_beside_the_samples(browse: Browse, tmp_path: Pa
     with web_page(tmp_path / "store", tmp_path) as web:
         shown = browse(web)
         shown.go("tensors/run")
-        assert "1 to 1 of 1" in shown.text()
+        shown.page.wait_for_selector("text=1 to 1 of 1")
         shown.go(f"tensor/run/{quoted(series.path)}")
         shown.page.wait_for_selector(".errors .chart")
         assert shown.page.locator(".errors .legend button").all_inner_texts() == ["hifp8", "mxfp8"]
         shown.page.locator(".errors details summary").click()
         # The browser tells the page later that it is open, and the page makes its table then.
-        shown.page.locator(".errors tbody tr").first.wait_for()
+        shown.wait_for_count(".errors tbody tr", 3)
         cells = shown.page.locator(".errors tbody tr").last.locator("td").all_inner_texts()
         expected = [2, *(series.records[2].errors[label].sqnr_db for label in ("hifp8", "mxfp8"))]
         assert [float(cell) for cell in cells] == pytest.approx(expected, rel=1e-2)
@@ -305,7 +307,7 @@ def test_a_live_run_its_alert_and_a_daemon_that_dies(
         shown.page.wait_for_selector("table.newest tbody tr:nth-child(6)")
         shown.page.wait_for_selector("text=The report comes when the run has finished.")
         assert not shown.page.get_by_role("button", name="Report", exact=True).is_visible()
-        assert shown.page.locator("table.ranks tbody tr").count() == 2
+        shown.wait_for_count("table.ranks tbody tr", 2)
         # The counters of a rank come with a later sample than its records.
         shown.page.locator("main", has_text="arena_full").wait_for()
         shown.page.get_by_role("button", name="Pause").click()
@@ -320,6 +322,7 @@ def test_a_live_run_its_alert_and_a_daemon_that_dies(
         shown.page.get_by_label("Filter the newest records").fill("nothing such")
         shown.page.wait_for_function("() => !document.querySelector('table.newest tbody tr')")
         shown.go("alerts/run")
+        shown.page.wait_for_selector("main tbody tr td:nth-child(5)")
         cells = shown.page.locator("main tbody tr td").all_inner_texts()
         assert (cells[1], cells[2], cells[3], cells[4]) == ("critical", "<i>nan</i>", "1", "3")
         # A later alert reaches the page of its tensor, and is marked on the curve that now has its iteration.

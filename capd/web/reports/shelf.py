@@ -30,6 +30,8 @@ _MOST_KEPT = 8
 _MOST_NBYTES = 128 << 20
 _MOST_FAILED = 64
 _LIMIT_S = 3600.0
+# A report of a run that changes meanwhile is made again.
+_TRIES = 2
 _DAMAGE_CODE = 4
 # By this the command names the limit of its file, which only the page has set.
 _FILE_LIMIT = "ulimit -f"
@@ -221,9 +223,11 @@ class ReportShelf:
     def _run(self, making: _Making) -> None:
         kept, problem = None, ""
         try:
-            kept, problem = self._made(making)
+            kept, problem = self._made_at_rest(making)
         except OSError as error:
             problem = f"the report cannot be written: {(error.strerror or str(error)).lower()}"
+        except CapdError as error:
+            problem = str(error)
         except Exception as error:
             # This is the outermost loop of the thread.
             logger.exception("a report failed")
@@ -232,6 +236,17 @@ class ReportShelf:
             with self._lock:
                 self._making = None
                 self._keep(making, kept, problem)
+
+    def _made_at_rest(self, making: _Making) -> tuple[_KeptReport | None, str]:
+        """Make the report, once more if the run changed meanwhile: a daemon notes the end of a seal after the seal."""
+        run = making.name[0]
+        for left in reversed(range(_TRIES)):
+            making.stamp = stamp_of(run)
+            kept, problem = self._made(making)
+            if kept is None or not left or stamp_of(run) == making.stamp:
+                break
+            shutil.rmtree(kept.path.parent, ignore_errors=True)
+        return kept, problem
 
     def _made(self, making: _Making) -> tuple[_KeptReport | None, str]:
         run, kind = making.name

@@ -117,10 +117,15 @@ def test_a_report_has_a_sandbox_of_its_own(page: WebPage) -> None:
         (400, {"Host": "evil.example"}),
     ):
         assert page.get(f"/report?{QUICK}", **headers).status == status, headers
-    # So a browser reloads a report after a link within it.
-    assert (
-        b"open it from the page of its run" in page.get(f"/report?{QUICK}", Sec_Fetch_Site="cross-site").body
-    )
+    # So a browser reloads a report after a link within it. It asks again by the page's own script.
+    sent = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    again = page.get(f"/report?{QUICK}", **sent)
+    assert again.status == 403
+    assert b"static/web/again.js" in again.body
+    assert b"run.zarr" not in again.body
+    assert again.headers["content-security-policy"].startswith("default-src 'self'")
+    for odd in ({"Sec_Fetch_Dest": "iframe"}, {"Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "image"}):
+        assert b"another site" in page.get(f"/report?{QUICK}", **{**sent, **odd}).body
 
 
 def test_a_live_run_has_no_report_and_one_that_has_ended_does(runtime_dir: Path, tmp_path: Path) -> None:

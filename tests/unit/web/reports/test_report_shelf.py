@@ -15,6 +15,7 @@ import pytest
 
 from capd.errors import ConfigError, NotAStore, StoreBusy
 from capd.web.reading.catalogs import Runs
+from capd.web.reports.process import ReportProcess
 from capd.web.reports.shelf import ReportShelf
 from capd_client.protocol.key import Moment
 from tests.kit.daemon import wait_for
@@ -113,6 +114,30 @@ def test_a_report_is_made_again_when_its_run_has_changed(root: Path, temporary: 
         ):
             with pytest.raises(NotAStore, match=r"one\.zarr"):
                 asked("one")
+    finally:
+        shelf.close()
+
+
+@pytest.mark.parametrize(("changes", "state"), [(1, "ready"), (2, "failed")])
+def test_a_report_whose_run_changes_meanwhile_is_made_once_more(
+    root: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, changes: int, state: str
+) -> None:
+    waited = ReportProcess.wait
+    made_of: list[int] = []
+
+    def wait(process: ReportProcess, limit_s: float) -> tuple[int | None, str]:
+        found = waited(process, limit_s)
+        if len(made_of) < changes:
+            os.utime(root / "one.zarr" / "zarr.json", (1, len(made_of)))
+        made_of.append(process.pid)
+        return found
+
+    monkeypatch.setattr(ReportProcess, "wait", wait)
+    shelf = ReportShelf(Runs(root))
+    try:
+        assert made(shelf, "one")["state"] == state
+        assert len(made_of) == 2
+        assert len(list(temporary.glob("*/*/report.html"))) == (state == "ready")
     finally:
         shelf.close()
 
