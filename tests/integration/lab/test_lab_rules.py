@@ -128,6 +128,8 @@ def test_what_waits_at_the_stop_is_measured_and_judged(start: Start) -> None:
     # So little CPU that the daemon has most copies when it stops; then it measures without a limit.
     daemon = start(RULES.replace('cpu = "100%"', 'cpu = "0.1%"').replace("below = 20", "below = 100"))
     job(daemon, 0)
+    # Its process has begun.
+    until(lambda: alerts(daemon), 100.0)
     daemon.stop()
     store = capd.open(daemon.store / "run.zarr")
     measured = {record.iteration for one in store.series for record in one if record.errors}
