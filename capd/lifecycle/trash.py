@@ -29,7 +29,7 @@ from capd.store.disk.run_document import change_attributes, write_durably
 from capd.store.disk.run_lock import RunLock
 from capd.store.documents.tombstone import Tombstone, note_path, note_payload, tombstone_in
 from capd.store.documents.zarr_json import run_attributes
-from capd.store.keeps.held_files import discard_memory
+from capd.store.keeps.held_files import discard_held
 from capd.store.remove.trash_place import DELETING, check_trash, new_entry, trash_of
 
 __all__ = [
@@ -150,8 +150,8 @@ def _move(run: Path, mark: Tombstone) -> Path:
         with contextlib.suppress(OSError):
             # A copy of the catalog on the local disk, if the store is on a network file system.
             CatalogPlace(node_directory(run, node)).discard()
-    # What the flight recorder of a killed daemon holds in memory. Its part on disk goes with the run.
-    discard_memory(run)
+    # What the flight recorder of a killed daemon holds outside of the run.
+    discard_held(run)
     note = note_path(run)
     sync_paths(make_directory(note.parent), run.parent)
     write_durably(note, note_payload(mark), note.parent / ".note.tmp")

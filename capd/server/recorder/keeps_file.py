@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from capd.store.disk.files import make_directory, new_file
+from capd.store.disk.files import make_directory, new_file, opened, pwrite_all, truncate
+from capd.store.keeps.file import keeps_path, read_keeps
 from capd.store.keeps.keep import Keep, keep_line, keep_of
 
 __all__ = ["KeepsFile"]
 
-# Of the largest lines, more than `capd.server.recorder.run_keeps` writes.
-_MAX_NBYTES = 64 << 20
 _MAX_NOTE_NBYTES = 4096
 # Notes of one run that are looked at.
 _MAX_NOTES = 65_536
@@ -23,32 +22,29 @@ _NOTE = re.compile(r"(\d{1,15})-(\d{1,15})-([A-Za-z0-9._-]{1,128})\.json")
 class KeepsFile:
     """The keeps of one run on one node, and those that other nodes ask for. One thread has it."""
 
-    def __init__(self, run: Path, directory: Path, node: str) -> None:
+    def __init__(self, run: Path, node: str) -> None:
         """Remember the places."""
-        self._path, self._notes, self._node = directory / "keeps.jsonl", run / ".capd" / "keeps", node
+        self._path, self._notes, self._node = keeps_path(run, node), run / ".capd" / "keeps", node
         self._seen: set[str] = set()
 
     def earlier(self) -> list[Keep]:
-        """Return the keeps of earlier daemons. Lines that are none are left out. Raises OSError."""
-        try:
-            with self._path.open("rb") as file:
-                content = file.read(_MAX_NBYTES)
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(self._path, len(whole))
-        return [keep for line in whole.splitlines() if (keep := keep_of(line)) is not None]
+        """Return the keeps of earlier daemons. Lines that are none are left out. Raises OSError or StoreError."""
+        held = read_keeps(self._path)
+        if held.torn_nbytes:
+            truncate(self._path, held.nbytes)
+        return held.keeps
 
     def append(self, keep: Keep) -> None:
         """Append a keep to the file. Raises OSError."""
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self._path, flags, 0o600)
-        try:
-            os.write(fd, keep_line(keep))
-        finally:
-            os.close(fd)
+        with opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) as fd:
+            end = os.fstat(fd).st_size
+            try:
+                pwrite_all(fd, [keep_line(keep)], end)
+            except OSError:
+                # Otherwise the next line would continue a part of this one.
+                os.ftruncate(fd, end)
+                raise
 
     def tell(self, keep: Keep) -> None:
         """Leave a note for the daemons of other nodes. Raises OSError."""

@@ -159,7 +159,7 @@ class Recorder(threading.Thread):
             return
         path = self._root / f"{run_id}.zarr"
         directory = window_directory(path, self._node)
-        keeps = RunKeeps(KeepsFile(path, directory, self._node), self._node, self._clock)
+        keeps = RunKeeps(KeepsFile(path, self._node), self._node, self._clock)
         run = HeldRun(run_id, LetGoLedger(directory / "let-go.txt"), keeps)
         for keep in keeps.earlier():
             keeps.note(run.window(keep.attempt), keep, is_new=False)

@@ -21,7 +21,15 @@ from capd.server.recorder.held_record import HeldIdentity, HeldRecord
 from capd.server.recorder.segment import HeldBytes, HeldFile, frame_nbytes
 from capd.server.recorder.window import HeldIteration
 from capd.store.disk.files import make_directory, unlink
-from capd.store.keeps.held_files import held_name, memory_directory, spool_place, window_directory
+from capd.store.keeps.held_files import (
+    elsewhere_of,
+    held_name,
+    left_segments,
+    memory_directory,
+    note_elsewhere,
+    spool_place,
+    window_directory,
+)
 from capd.window.place import memory_limit
 from capd.window.settings import WindowSettings
 
@@ -58,7 +66,9 @@ class HeldFiles:
         self._lock = threading.Lock()
         self._memory = memory_directory(root, node)
         self._memory_limit = memory_limit(settings) if _private(self._memory) else 0
-        self._elsewhere = None if settings.directory is None else settings.directory / spool_place(root, node)
+        # With the links of its path followed, it is the same as in the note of an earlier daemon.
+        self._directory = None if settings.directory is None else Path(os.path.realpath(settings.directory))
+        self._elsewhere = None if self._directory is None else self._directory / spool_place(root, node)
         self._numbers = itertools.count()
         self._open: OrderedDict[Path, HeldFile] = OrderedDict()
         self._clear()
@@ -90,13 +100,20 @@ class HeldFiles:
         runs = {path.parent.name for place in self._own() for path in place.glob("*/*.held")}
         found = self._root.glob(f"*.zarr/.capd/node={self._node}/window/*.held")
         runs |= {path.parents[3].name.removesuffix(".zarr") for path in found}
-        return sorted(run for run in runs if (self._root / f"{run}.zarr").is_dir())
+        for note in self._root.glob(f"*.zarr/.capd/node={self._node}/window/elsewhere"):
+            run = note.parents[3]
+            if next(left_segments(run, self._node), None) is not None:
+                runs.add(run.name.removesuffix(".zarr"))
+        return sorted(run for run in runs if self._run(run).is_dir())
 
     def left_segments(self, run_id: str) -> list[tuple[int, int, HeldFile]]:
         """Return the segments of a run that an earlier daemon left: attempt, iteration, and the file."""
         found = []
         in_run = window_directory(self._run(run_id), self._node)
-        places = [*(place / run_id for place in self._own()), in_run]
+        # An earlier daemon may have had another directory.
+        noted = elsewhere_of(self._run(run_id), self._node)
+        outside = {*self._own(), *([] if noted is None else [noted])}
+        places = [*(place / run_id for place in outside), in_run]
         for path in (path for place in places for path in _files(place)):
             name = held_name(path.name)
             if name is None:
@@ -202,6 +219,8 @@ class HeldFiles:
             try:
                 return HeldFile(path, in_memory=in_memory)
             except FileNotFoundError:
+                if not in_memory and self._directory is not None:
+                    note_elsewhere(self._run(run_id), self._node, self._directory)
                 make_directory(directory)
             except FileExistsError:
                 # An earlier daemon had this number.

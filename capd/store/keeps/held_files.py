@@ -2,12 +2,13 @@
 
     /dev/shm/capd-<uid>/window-<place>/<run>/*.held      the part in memory
     <run>.zarr/.capd/node=<node>/window/*.held           the part on disk
+    <run>.zarr/.capd/node=<node>/window/elsewhere        the directory of the part on disk, with `[window] directory`
     <run>.zarr/.capd/node=<node>/window/let-go.txt       what was let go, for the next daemon
     <run>.zarr/.capd/node=<node>/window/keeps.jsonl      the keeps
     <run>.zarr/.capd/keeps/*.json                        keeps that other nodes are told of
 
-With `[window] directory`, the part on disk lies there, which nothing in a run tells. All but the keeps belong to the
-daemons of one store root: no copy of the run has it.
+With `[window] directory`, the part on disk lies in `<directory>/window-<place>/<run>` instead. All but the keeps belong
+to the daemons of one store root: no copy of the run has it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from capd.space import shown_size
-from capd.store.disk.files import unlink
+from capd.store.disk.files import make_directory, opened, unlink, write_file
 from capd.store.disk.layout import node_directory, nodes_of
 
 __all__ = [
-    "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_memory", "held_name", "is_of_daemons", "left_segments",
-    "memory_directory", "spool_place", "window_directory", "window_nbytes",
+    "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_held", "elsewhere_of", "held_name", "is_of_daemons",
+    "left_segments", "memory_directory", "note_elsewhere", "spool_place", "window_directory", "window_nbytes",
 ]  # fmt: skip
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node; the recorder makes a directory of its own
+_ELSEWHERE = "elsewhere"
+_MAX_PATH_NBYTES = 4096
 _NAME = re.compile(r"a(\d{1,15})-i(\d{1,15})-\d{1,20}\.held")
 
 
@@ -68,10 +71,10 @@ def held_name(name: str) -> tuple[int, int] | None:
 
 
 def left_segments(run: Path, node: str) -> Iterator[LeftSegment]:
-    """Yield what the spool of a node holds of a run, in memory and in the run. A live daemon may change it."""
-    places = (_memory_of(run, node), True), (window_directory(run, node), False)
-    for directory, in_memory in places:
-        for path in _files(directory) if not in_memory or _is_own(directory.parents[1]) else ():
+    """Yield what the spool of a node holds of a run, on this machine. A live daemon may change it."""
+    places = [(directory, directory == _memory_of(run, node)) for directory in _outside(run, node)]
+    for directory, in_memory in [*places, (window_directory(run, node), False)]:
+        for path in _files(directory):
             name = held_name(path.name)
             with contextlib.suppress(OSError):
                 if name is not None:
@@ -97,17 +100,37 @@ def window_nbytes(run: Path, node: str) -> int:
     return total
 
 
-def discard_memory(run: Path) -> None:
-    """Delete what is held of a run in the memory of this machine, as far as possible. No daemon has the run."""
-    for node in nodes_of(run):
-        directory = _memory_of(run, node)
-        if not _is_own(directory.parents[1]):
-            continue
+def note_elsewhere(run: Path, node: str, directory: Path) -> None:
+    """Note in a run that the part on disk of its spool lies in `directory`. Raises OSError."""
+    path = window_directory(run, node) / _ELSEWHERE
+    make_directory(path.parent)
+    write_file(path, os.fsencode(directory))
+
+
+def elsewhere_of(run: Path, node: str) -> Path | None:
+    """Return the directory outside of the run that a daemon has noted for the part on disk; None if there is none.
+
+    The note may come from anybody. The directory has a name that only a recorder of this store root gives.
+    """
+    path = window_directory(run, node) / _ELSEWHERE
+    try:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            noted = os.read(fd, _MAX_PATH_NBYTES)
+    except OSError:
+        return None
+    directory = Path(os.fsdecode(noted.replace(b"\0", b"")))
+    return directory / spool_place(run.parent, node) if directory.is_absolute() else None
+
+
+def discard_held(run: Path) -> None:
+    """Delete what is held of a run outside of it on this machine, as far as possible. No daemon has the run."""
+    for directory in (directory for node in nodes_of(run) for directory in _outside(run, node)):
         with contextlib.suppress(OSError):
             for path in _files(directory):
                 if held_name(path.name) is not None:
                     unlink(path)
             directory.rmdir()
+            directory.parent.rmdir()
 
 
 def is_of_daemons(path: PurePath) -> bool:
@@ -122,8 +145,16 @@ def _memory_of(run: Path, node: str) -> Path:
     return memory_directory(run.parent, node) / run.name.removesuffix(".zarr")
 
 
+def _outside(run: Path, node: str) -> list[Path]:
+    """Return the directories outside of a run that hold records of it, if they are the user's own."""
+    memory, name = memory_directory(run.parent, node), run.name.removesuffix(".zarr")
+    found = [memory / name] if _is_own(memory.parent) else []
+    elsewhere = elsewhere_of(run, node)
+    return found if elsewhere is None or not _is_own(elsewhere) else [*found, elsewhere / name]
+
+
 def _is_own(directory: Path) -> bool:
-    """Return whether nobody else can have made what is below the user's directory in memory."""
+    """Return whether nobody else can have made what is below a directory."""
     try:
         found = directory.lstat()
     except OSError:

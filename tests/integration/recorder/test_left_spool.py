@@ -11,14 +11,21 @@ from tests.integration.recorder.test_holding import K, SteppingRank, serve
 from tests.kit.daemon import daemons, wait_for
 from tests.kit.store.cli import run_capd
 
+PLACES = {
+    "in-the-run": {"memory": "0"},
+    "in-memory": {"memory": '"1MiB"'},
+    "elsewhere": {"memory": "0", "directory": '"{}/other"'},
+}
 ADVICE = "start the daemon with [window] again"
 
 
-@pytest.mark.parametrize("memory", ["0", '"1MiB"'])
-def test_the_spool_is_shown_until_the_next_daemon_has_it(tmp_path: Path, memory: str) -> None:
+@pytest.mark.parametrize("settings", PLACES.values(), ids=PLACES)
+def test_the_spool_is_shown_until_the_next_daemon_has_it(tmp_path: Path, settings: dict[str, str]) -> None:
     run = tmp_path / "store" / "run.zarr"
+    settings = {name: value.format(tmp_path) for name, value in settings.items()}
+    (tmp_path / "other").mkdir(mode=0o700)
     with daemons() as made:
-        made.append(daemon := serve(tmp_path, memory=memory))
+        made.append(daemon := serve(tmp_path, **settings))
         rank = SteppingRank(daemon.path)
         rank.connect()
         for iteration in range(6):
@@ -44,7 +51,8 @@ def test_the_spool_is_shown_until_the_next_daemon_has_it(tmp_path: Path, memory:
         assert copied.code in (0, 5), copied.err
         assert not list((tmp_path / "copy.zarr").rglob("*.held"))
 
-        made.append(daemon := serve(tmp_path, 1, memory=memory))
+        # It also finds what is held in the directory of an earlier setting.
+        made.append(daemon := serve(tmp_path, 1, **{**settings, "directory": f'"{tmp_path}"'}))
         rank.path = daemon.path
         rank.connect()
         rank.disconnect()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from capd.store.keeps.file import keeps_path
-from capd.store.keeps.held_files import memory_directory, window_directory
+from capd.store.keeps.held_files import memory_directory, spool_place, window_directory
 from capd.store.keeps.keep import Keep, keep_line
 
 __all__ = ["give_keeps", "keep", "leave_held"]
@@ -29,12 +29,23 @@ def give_keeps(run: Path, node: str, *keeps: Keep) -> None:
         file.write(b"".join(map(keep_line, keeps)))
 
 
-def leave_held(run: Path, node: str, iteration: int, nbytes: int, *, in_memory: bool = False) -> Path:
+def leave_held(
+    run: Path,
+    node: str,
+    iteration: int,
+    nbytes: int,
+    *,
+    in_memory: bool = False,
+    elsewhere: Path | None = None,
+) -> Path:
     """Leave a file of the spool, with nothing that is a record, and return it."""
     directory = window_directory(run, node)
     if in_memory:
         directory = memory_directory(run.parent, node) / run.stem
         directory.parent.parent.mkdir(mode=0o700, exist_ok=True)
+    if elsewhere is not None:
+        directory = elsewhere / spool_place(run.parent, node) / run.stem
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"a0-i{iteration}-000000.held"
     path.write_bytes(bytes(nbytes))

@@ -20,8 +20,8 @@ from tests.kit.client.peer import Peer
 
 def test_every_public_name_exists_and_is_the_documented_set() -> None:
     names = [
-        "capture", "close", "counters", "emulate", "flush", "keep", "plan", "scalar", "set_moment", "static_tap", "te_features",
-        "watch",
+        "capture", "close", "counters", "emulate", "flush", "keep", "plan", "scalar", "set_moment", "static_tap",
+        "te_features", "watch",
     ]  # fmt: skip
     assert capd_client.__all__ == names
     for name in capd_client.__all__:

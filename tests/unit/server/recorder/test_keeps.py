@@ -167,7 +167,7 @@ def test_keeps_outlive_the_daemon(tmp_path: Path) -> None:
 def test_another_node_hears_of_a_keep(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     train(desk, range(3))
-    place = KeepsFile(desk.run, tmp_path / "elsewhere", "m")
+    place = KeepsFile(desk.run, "m")
     place.tell(run_keeps.make_keep("their rule", 0, 2, 3, 1, "m"))
     desk.turn()
     desk.turn()

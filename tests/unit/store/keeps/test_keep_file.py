@@ -17,7 +17,15 @@ from capd.store.keeps.file import (
     whole_keep_lines,
     write_keeps,
 )
-from capd.store.keeps.held_files import discard_memory, is_of_daemons, left_segments, window_nbytes
+from capd.store.keeps.held_files import (
+    discard_held,
+    elsewhere_of,
+    is_of_daemons,
+    left_segments,
+    note_elsewhere,
+    window_directory,
+    window_nbytes,
+)
 from capd.store.keeps.keep import MAX_LINE_NBYTES, keep_line, keep_of
 from tests.kit.store.keeping import give_keeps, keep, leave_held
 
@@ -106,7 +114,7 @@ def test_the_spool_of_a_run_is_found_in_memory_and_on_disk(run: Path, memory: Pa
     assert list(left_segments(run, "other")) == []
     assert window_nbytes(run, "node0") == 50 + len(keep_line(keep(1)))
 
-    discard_memory(run)
+    discard_held(run)
     assert [one.iteration for one in left_segments(run, "node0")] == [8]
     assert list(memory.rglob("*.held")) == []
 
@@ -116,7 +124,45 @@ def test_a_directory_that_others_may_write_to_is_not_believed(run: Path, memory:
     place.parents[2].chmod(0o777)
 
     assert list(left_segments(run, "node0")) == []
-    discard_memory(run)
+    discard_held(run)
+    assert place.exists()
+
+
+def test_the_spool_of_a_run_is_found_in_a_directory_of_its_own(run: Path, memory: Path) -> None:
+    note_elsewhere(run, "node0", memory.parent / "nvme")
+    place = leave_held(run, "node0", 7, 100, elsewhere=memory.parent / "nvme")
+    other = place.with_name("notes.txt")
+    other.touch()
+
+    assert [(one.path, one.in_memory) for one in left_segments(run, "node0")] == [(place, False)]
+    discard_held(run)
+    assert (place.exists(), other.exists()) == (False, True)
+    other.unlink()
+    discard_held(run)
+    assert list((memory.parent / "nvme").iterdir()) == []
+
+
+def test_a_directory_that_a_note_invents_is_not_believed(run: Path, memory: Path) -> None:
+    """The note of a run may come from anybody."""
+    place = leave_held(run, "node0", 7, 100, elsewhere=memory.parent / "nvme")
+    note = window_directory(run, "node0") / "elsewhere"
+    note.parent.mkdir(mode=0o700)
+    for text in (b"", b"nvme", b"../nvme", b"\0", os.fsencode(place.parent), os.fsencode(place.parents[1])):
+        note.write_bytes(text)
+        assert list(left_segments(run, "node0")) == [], text
+        discard_held(run)
+    note.unlink()
+    note.symlink_to(memory.parent / "other")
+    (memory.parent / "other").write_bytes(os.fsencode(memory.parent / "nvme"))
+    assert elsewhere_of(run, "node0") is None
+    note.unlink()
+    os.mkfifo(note)
+    assert elsewhere_of(run, "node0") is None
+    note.unlink()
+    note_elsewhere(run, "node0", memory.parent / "nvme")
+    place.parents[1].chmod(0o777)
+    assert list(left_segments(run, "node0")) == []
+    discard_held(run)
     assert place.exists()
 
 
@@ -124,6 +170,7 @@ def test_a_directory_that_others_may_write_to_is_not_believed(run: Path, memory:
     ("path", "belongs"),
     [
         (".capd/node=n/window/a0-i1-000000.held", True), (".capd/node=n/window/let-go.txt", True),
+        (".capd/node=n/window/elsewhere", True),
         (".capd/keeps/0-7-n.json", True), (".capd/node=n/window/keeps.jsonl", False), (".capd/lock", False),
         (".capd/node=n/spool/x.log", False), ("bf16/rank0/layer0/window/keeps.jsonl", False), ("zarr.json", False),
     ],
