@@ -284,6 +284,7 @@ class Daemon:
                 self._pipeline.post,
                 self._budget,
                 rules.errors.offer if rules is not None and rules.wants_errors else None,
+                is_busy=lambda: self._pipeline.oldest_since is not None,
             )
         if self._uploads is not None:
             self._uploads.mover.on_moved = self._registry.moved

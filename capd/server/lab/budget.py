@@ -37,6 +37,12 @@ class CpuBudget:
         wait_s = -self._held / self._share
         return wait_s if wait_s > _LEAST_WAIT_S else 0.0
 
+    def wait_full_s(self) -> float:
+        """Return the seconds until time that is not spent would be lost; 0 if that is now."""
+        self.spend(0.0)
+        wait_s = (self._most - self._held) / self._share
+        return wait_s if wait_s > _LEAST_WAIT_S else 0.0
+
     def spend(self, cpu_s: float) -> None:
         """Take CPU time that was used since the last call."""
         now = self._clock()

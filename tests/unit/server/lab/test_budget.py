@@ -45,6 +45,24 @@ def test_a_quiet_hour_allows_no_more_than_two_seconds_of_share_at_once() -> None
     assert budget.wait_s() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("cost_s", [0.004, 0.3])
+def test_whoever_waits_until_time_would_be_lost_still_has_the_whole_share(cost_s: float) -> None:
+    clock = Clock()
+    budget = CpuBudget(0.2, clock)
+    spent, longest_s = 0.0, 0.0
+    while clock.now < 1060.0:
+        if (wait_s := budget.wait_full_s()) > 0:
+            longest_s = max(longest_s, wait_s)
+            clock.now += wait_s
+            continue
+        clock.now += cost_s
+        budget.spend(cost_s)
+        spent += cost_s
+    assert 0.2 * 60 * 0.8 <= spent <= 0.2 * 60 * 1.2 + cost_s
+    # One record at a time, and no burst.
+    assert longest_s == pytest.approx(cost_s / 0.2 - cost_s)
+
+
 def test_what_is_wanted_within_the_budget_is_all_admitted() -> None:
     clock = Clock()
     fair = FairShare(0.2, clock)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from capd_client.protocol.counter_page import DropReason
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Define, Descriptor
 from capd_client.protocol.scalars import scalar_key
+
+if TYPE_CHECKING:
+    from capd.server.limits import DiskBudget
 
 KEY = Key(quant_type="bf16", rank=0, tensor_name="input", module="layers.0", layer=0)
 
@@ -152,6 +156,37 @@ def test_processes_that_are_lost_and_started_again_take_from_the_share(
     # The start of the first one is free.
     assert 0.8 * 0.2 * 600 <= spent.cpu_s <= 0.2 * 600 + 5.0
     assert 20 <= spent.restarts <= 25
+
+
+def test_it_measures_while_no_rank_waits_or_when_its_time_would_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MeasuringProcess", Process)
+    now, busy = 0.0, False
+    settings = DaemonSettings.model_validate({"lab_formats": "mxfp8", "lab_cpu": "20%"})
+    made = Lab(settings, 2 << 20, clock=lambda: now)
+    monkeypatch.setattr(made, "start", lambda: None)
+    made.begin(lambda *_: None, cast("DiskBudget", None), is_busy=lambda: busy)
+    made._keep_process()
+    copy = made.take(job(np.zeros((4, 4), np.uint16)))
+    assert copy is not None
+    copy.settle(committed=True)
+
+    made._budget.spend(0.1)
+    assert made._wait_s() == 0.0
+    busy = True
+    assert made._wait_s() == pytest.approx(0.01)
+    now += 0.495
+    assert made._wait_s() == pytest.approx(0.005)
+    now += 0.01
+    assert made._wait_s() == 0.0
+    # A debt is waited for in any case, and nobody waits at the stop.
+    made._budget.spend(1.0)
+    busy = False
+    assert made._wait_s() == pytest.approx(3.0)
+    made._until = now
+    assert made._wait_s() == 0.0
+    made.memory.close()
 
 
 def test_the_cpu_time_of_a_process_that_is_killed_is_known() -> None:
