@@ -66,7 +66,7 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 	    $$venv/bin/python -m pip install --quiet --no-compile --no-deps -e .; \
 	    touch $$venv/.installed; \
 	fi; \
-	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault"
+	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault" $(TEST_ARGS)
 
 check: check-static test ## Everything that must pass before a change lands
 

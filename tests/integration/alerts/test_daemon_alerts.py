@@ -23,6 +23,7 @@ import pytest
 import capd
 from capd.store.alerts.alert import Alert
 from capd.store.alerts.file import alerts_of_run
+from capd_client.protocol.control import Control, ControlReply
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import Define, Descriptor, Put
@@ -84,6 +85,13 @@ def after(run: Path, count: int) -> list[Alert]:
 def free_port() -> int:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         return int(taken.getsockname()[1])
+
+
+def has_order(daemon: DaemonProcess) -> bool:
+    """Whether the only rank has an order and has received it."""
+    reply = daemon.ask(Control("status", "run"))
+    assert isinstance(reply, ControlReply)
+    return any(rank["pending"] and rank["received"] for rank in reply.ranks)
 
 
 @contextlib.contextmanager
@@ -167,14 +175,14 @@ def test_a_rule_stops_and_begins_the_capture_of_a_job(start: Start, action: str,
     with job(daemon, steps, script=STEERED_JOB, ranks=1) as [rank]:
         assert rank.stdin is not None
         assert rank.stdout is not None
-        said = wait_for(
-            lambda: re.search(r"nan: \S+: ordered from iteration (\d+) on", daemon.text()), "the order"
-        )
+        # The rank waits, so that the order is there before its next step.
+        wait_for(lambda: has_order(daemon), "the order")
+        [said] = re.findall(r"nan: \S+: ordered from iteration (\d+) on", daemon.text())
         rank.stdin.write("go on\n")
         rank.stdin.flush()
         assert rank.stdout.readline() == "done\n"
     assert daemon.stop() == 0
-    first = int(said[1])
+    first = int(said)
     [weights] = capd.open(run).find(tensor_name="weight")
     captured = {record.iteration for record in weights.records}
     assert 11 < first < 300
@@ -305,9 +313,13 @@ def test_a_command_that_hangs_or_is_missing_delays_nothing(start: Start, rank: R
     for iteration in range(3):
         put(rank, iteration, float("nan"), 2, 3, 4)
     assert len(after(daemon.store / "run.zarr", 6)) == 6
-    children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").parent.parent
-    running = [text for one in children.glob("*/children") for text in one.read_text().split()]
-    assert len(running) == 1
+    tasks = Path(f"/proc/{daemon.process.pid}/task")
+
+    def running() -> list[str]:
+        return [text for one in tasks.glob("*/children") for text in one.read_text().split()]
+
+    # The command follows the line in the file. The other one cannot be run.
+    [child] = wait_for(running, "the command")
     rank.bye()
     assert daemon.stop() == 0
-    assert not Path(f"/proc/{running[0]}").exists()
+    assert not Path(f"/proc/{child}").exists()

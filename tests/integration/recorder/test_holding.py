@@ -37,7 +37,8 @@ class SteppingRank(Rank):
 
 
 def serve(tmp_path: Path, number: int = 0, **settings: str) -> DaemonProcess:
-    rows = {"iterations": str(K), **settings}
+    # The default of bytes needs more room than a machine for tests may have.
+    rows = {"iterations": str(K), "bytes": '"64MiB"', **settings}
     place = tmp_path / f"capd-{number}.toml"
     place.write_text(
         "[daemon]\nidle_seal_s = 1\n[window]\n"

@@ -51,9 +51,11 @@ class Recording:
     def serve(self, rules: str = NAN, *, node: str = "n", head: str = "", **window: Any) -> DaemonProcess:
         """Start a daemon, or start it again on the same socket."""
         self.nodes.add(node)
-        rows = "".join(f"{name} = {value}\n" for name, value in {"iterations": 4, **window}.items())
+        # The default of bytes needs more room than a machine for tests may have.
+        rows = {"iterations": 4, "bytes": '"64MiB"', **window}
+        told = "".join(f"{name} = {value}\n" for name, value in rows.items())
         settings = self.directory / f"{node}.toml"
-        settings.write_text(f"[daemon]\nidle_seal_s = 0.2\n{head}\n[window]\n{rows}{rules}")
+        settings.write_text(f"[daemon]\nidle_seal_s = 0.2\n{head}\n[window]\n{told}{rules}")
         options = ["--config", str(settings), "--node", node]
         self._made.append(DaemonProcess(self.store, self.directory / f"{node}.sock", *options))
         return self._made[-1]
