@@ -106,10 +106,11 @@ def _existing(path: Path) -> Path:
 
 def _held_nbytes(settings: WindowSettings, root: Path) -> int:
     """Return the bytes of a spool that an earlier daemon left. They are part of `bytes`, and are not free."""
+    # The directory may have much else, which makes no room.
     if settings.directory is not None:
-        files = settings.directory.rglob("*")
+        files = settings.directory.glob("window-*/*/*.held")
     else:
-        files = root.glob("*.zarr/.capd/node=*/window/**/*")
+        files = root.glob("*.zarr/.capd/node=*/window/*.held")
     total = 0
     for file in files:
         try:

@@ -10,21 +10,21 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.pipeline.pipeline import Pipeline
-from capd.server.recorder.held_record import HeldRecord
+from capd.server.recorder.held_record import HeldIdentity, HeldRecord
 from capd.server.recorder.held_run import HeldRun, UnkeptRecord
 from capd.server.recorder.judging import Judges
 from capd.server.recorder.kept_ranges import KeptRange
-from capd.server.recorder.segment import FoundRecord, HeldBytes
+from capd.server.recorder.segment import FoundRecord, HeldBytes, HeldFile
 from capd.server.recorder.spool import HeldFiles
 from capd.server.recorder.window import AttemptWindow, HeldIteration
 from capd.store.format.ranges import RangeSet
 from capd_client.protocol.counter_page import DropReason
-from capd_client.protocol.messages import MAX_METADATA_NBYTES
+from capd_client.protocol.messages import MAX_METADATA_NBYTES, Define
 
 __all__ = ["Departures", "KeptSink", "held_job", "marked"]
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # The bytes of kept records on their way through the pipeline.
 _IN_FLIGHT_NBYTES = 64 << 20
+# The memory that one of them takes beside its elements.
+_JOB_NBYTES = 2 << 10
 # Records up to this size are read once, as a whole.
 _WHOLE_NBYTES = 8 << 20
 
@@ -100,11 +102,10 @@ class Departures:
         return None
 
     def _let_go(self, run: HeldRun, held: HeldIteration) -> None:
-        run.ledger.add(DropReason.EXPIRED, held.open)
+        reason = DropReason.STORE_ERROR if held.is_damaged else DropReason.EXPIRED
+        run.ledger.add(reason, held.open)
         with self._lock:
-            run.note_gone(
-                DropReason.EXPIRED, held.open, {client: held.losses_of(client) for client in held.open}
-            )
+            run.note_gone(reason, held.open, {client: held.losses_of(client) for client in held.open})
             run.going.remove(held)
         if self._judges is not None and (unseen := sum(map(len, held.unjudged.values()))):
             self._judges.leave_out(unseen)
@@ -125,17 +126,43 @@ class Departures:
             leaving = [held for _, held in sorted(window.iterations.items()) if held.leaves]
         for held in leaving:
             for segment in list(held.segments):
-                for found in segment.waiting():
-                    if self._in_flight_nbytes >= _IN_FLIGHT_NBYTES:
-                        return
-                    if not self._submit(run, held, window.kept.find(held.iteration), found):
-                        return
-                    segment.taken = found.data.end
+                if not self._drain(run, window, held, segment):
+                    return
             with self._lock:
-                if not held.is_done:
+                lost = sum(map(len, held.open.values())) if run.is_exhausted(held) else 0
+                if lost:
+                    held.is_damaged = True
+                    run.let_go(held)
+                elif held.is_done:
+                    window.claim(held)
+                else:
                     continue
-                window.claim(held)
-            self._delete(held)
+            if lost:
+                logger.error(
+                    "[window] run %s: %d held records of iteration %d are damaged or deleted in the spool and count as "
+                    "store_error; check the disk, the memory, and who deletes files there",
+                    run.run_id, lost, held.iteration,
+                )  # fmt: skip
+            else:
+                self._delete(held)
+
+    def _drain(self, run: HeldRun, window: AttemptWindow, held: HeldIteration, segment: HeldFile) -> bool:
+        """Hand the records of a segment to the pipeline. Return whether it took all of them. Raises OSError."""
+        end = segment.nbytes
+        for found in self._waiting(segment, end):
+            if self._in_flight_nbytes >= _IN_FLIGHT_NBYTES:
+                return False
+            if not self._submit(run, held, window.kept.find(held.iteration), found):
+                return False
+            segment.taken = found.data.end
+        # The end may be damaged.
+        segment.taken = end
+        return True
+
+    def _waiting(self, segment: HeldFile, end: int) -> Iterator[FoundRecord]:
+        """Yield the records of a segment that can be read; none if it was deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            yield from segment.waiting(end)
 
     def _submit(self, run: HeldRun, held: HeldIteration, kept: KeptRange | None, found: FoundRecord) -> bool:
         """Hand a record to the pipeline. Return False if its holder is not done with it yet."""
@@ -146,10 +173,11 @@ class Departures:
                 return not held.writing
             is_judged = record.sequence not in held.unjudged.get(record.client, ())
             held.pending += 1
-            self._in_flight_nbytes += data.nbytes
+            self._in_flight_nbytes += _JOB_NBYTES + data.nbytes
         job = held_job(run.run_id, record, data)
         job.judged = is_judged and self._judges is not None
-        settled = partial(self._settled, run, held, job)
+        # Without the job, which would then live until the next search for garbage, and its bytes with it.
+        settled = partial(self._settled, run, held, HeldIdentity(job.client, job.sequence), (job.define, data.nbytes))
         job.sink = KeptSink(settled)
         try:
             job.data = data.checked(_WHOLE_NBYTES)
@@ -164,17 +192,24 @@ class Departures:
         self._pipeline.submit(job)
         return True
 
-    def _settled(self, run: HeldRun, held: HeldIteration, job: RecordJob, reason: DropReason | None) -> None:
+    def _settled(
+        self,
+        run: HeldRun,
+        held: HeldIteration,
+        identity: HeldIdentity,
+        what: tuple[Define, int],
+        reason: DropReason | None,
+    ) -> None:
         """Note the outcome of a record that left. Any thread of the pipeline calls it."""
+        define, nbytes = what
         with self._lock:
             held.pending -= 1
-            self._in_flight_nbytes -= job.descriptor.nbytes
+            self._in_flight_nbytes -= _JOB_NBYTES + nbytes
             if reason is None:
-                run.note_kept(held, job.client, job.sequence)
+                run.note_kept(held, *identity)
             else:
                 # Its way through the ledger is not for a thread of the pipeline.
-                loss = (job.define, held.iteration, 1, job.descriptor.nbytes)
-                run.unkept.append(UnkeptRecord(held, job.client, job.sequence, reason, loss))
+                run.unkept.append(UnkeptRecord(held, *identity, reason, (define, held.iteration, 1, nbytes)))
         self._wake()
 
     def _delete(self, held: HeldIteration) -> None:

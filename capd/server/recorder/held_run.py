@@ -64,6 +64,7 @@ class HeldRun:
         expired: The records that this daemon let go.
         has_overflowed: An iteration was larger than the spool, and that was logged.
         has_failed: The ledger could not be written, and that was logged.
+        has_stumbled: The last turn failed, and that was logged.
     """
 
     run_id: str
@@ -77,6 +78,7 @@ class HeldRun:
     expired: int = 0
     has_overflowed: bool = False
     has_failed: bool = False
+    has_stumbled: bool = False
 
     def window(self, attempt: int) -> AttemptWindow:
         """Return the window of an attempt, which need not be known."""
@@ -86,6 +88,15 @@ class HeldRun:
         """Decide that an iteration is let go."""
         self.windows[held.attempt].claim(held)
         self.going.append(held)
+
+    def is_exhausted(self, held: HeldIteration) -> bool:
+        """Return whether its files were read to their ends, and the outcome of all that was found is known."""
+        return (
+            not held.pending
+            and not held.writing
+            and all(segment.taken == segment.nbytes for segment in held.segments)
+            and not any(one.held is held for one in self.unkept)
+        )
 
     def held(self) -> Iterator[HeldIteration]:
         """Yield the iterations of which something is open."""

@@ -134,7 +134,9 @@ class Holding:
                     return None
                 if not owner.going and (gone := oldest(owner.windows)) is not None:
                     if self._settings.statistics:
-                        gone.leaves = True
+                        # One at a time: each further record would have another one leave until the first is stored.
+                        if not any(one.leaves for one in owner.held()):
+                            gone.leaves = True
                         self._wake()
                         return None
                     owner.let_go(gone)
@@ -146,19 +148,20 @@ class Holding:
         """Decide about a record for which the spool has no room."""
         if self._settings.statistics and job.keep_statistics():
             return False
-        iteration = job.descriptor.moment.iteration
+        iteration, limit = job.descriptor.moment.iteration, shown_size(self._settings.nbytes)
+        run.expired += 1
+        with self._lock:
+            is_storing = any(one.leaves for other in self._runs.values() for one in other.held())
+        if is_storing:
+            return DropReason.EXPIRED, f"the {limit} of [window] bytes are full of records that are being stored"
         if not run.has_overflowed:
             run.has_overflowed = True
             logger.warning(
                 "[window] run %s: iteration %d alone needs more than the %s of [window] bytes; what does not fit is "
                 "let go at once and counted as expired. Raise bytes, or capture less",
-                run.run_id, iteration, shown_size(self._settings.nbytes),
+                run.run_id, iteration, limit,
             )  # fmt: skip
-        run.expired += 1
-        return (
-            DropReason.EXPIRED,
-            f"iteration {iteration} needs more than the {shown_size(self._settings.nbytes)} of [window] bytes",
-        )
+        return DropReason.EXPIRED, f"iteration {iteration} needs more than the {limit} of [window] bytes"
 
 
 def _pieces(job: RecordJob) -> Iterator[bytes]:

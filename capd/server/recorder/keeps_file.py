@@ -16,7 +16,7 @@ __all__ = ["KeepsFile"]
 _MAX_NOTE_NBYTES = 4096
 # Notes of one run that are looked at.
 _MAX_NOTES = 65_536
-_NOTE = re.compile(r"(\d{1,15})-(\d{1,15})-([A-Za-z0-9._-]{1,128})\.json")
+_NOTE = re.compile(r"(\d{1,19})-(\d{1,19})-(\d{1,19})-([A-Za-z0-9._-]{1,128})\.json")
 
 
 class KeepsFile:
@@ -49,7 +49,8 @@ class KeepsFile:
     def tell(self, keep: Keep) -> None:
         """Leave a note for the daemons of other nodes. Raises OSError."""
         make_directory(self._notes)
-        name = f"{keep.attempt}-{keep.iteration}-{self._node}.json"
+        # Two keeps of one iteration may differ in what follows it.
+        name = f"{keep.attempt}-{keep.first}-{keep.last}-{self._node}.json"
         self._seen.add(name)
         try:
             new_file(self._notes / name, [keep_line(keep)])
@@ -66,14 +67,15 @@ class KeepsFile:
             found = _NOTE.fullmatch(name)
             if len(self._seen) >= _MAX_NOTES:
                 return
-            if found is None or found[3] == self._node:
+            if found is None or found[4] == self._node:
                 self._seen.add(name)
                 continue
             keep = self._read(name)
             if keep is None:
                 continue
             self._seen.add(name)
-            if (keep.attempt, keep.iteration, keep.node) == (int(found[1]), int(found[2]), found[3]):
+            *numbers, node = found.groups()
+            if ([keep.attempt, keep.first, keep.last], keep.node) == ([*map(int, numbers)], node):
                 yield keep
 
     def _read(self, name: str) -> Keep | None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from capd.server.pipeline.jobs import RecordJob
 from capd.server.recorder.departures import held_job
 from capd.server.recorder.held_record import HeldIdentity
 from capd.server.recorder.held_run import HeldRun
 from capd.server.recorder.judging import MOST_WAITING
-from capd.server.recorder.segment import DamagedFrame, FoundRecord
+from capd.server.recorder.segment import DamagedFrame, FoundRecord, HeldFile
 from capd.server.recorder.spool import HeldFiles
 from capd.server.recorder.window import HeldIteration
 from capd.store.format.ranges import RangeSet
 from capd_client.protocol.counter_page import DropReason
+from capd_client.protocol.messages import Define
 
 __all__ = ["LeftRecords"]
 
@@ -41,6 +44,7 @@ class LeftRecords:
         self._committed = committed
         self._settled: dict[bytes, RangeSet] = {}
         self._damaged: list[HeldIdentity | None] = []
+        self._defines: dict[bytes, Define] = {}
         self.jobs: list[RecordJob] = []
         self.count = 0
 
@@ -51,14 +55,14 @@ class LeftRecords:
             window = run.window(attempt)
             held = window.iterations.setdefault(iteration, HeldIteration(attempt, iteration))
             held.leaves = window.kept.find(iteration) is not None
-            for found in segment.survey():
-                if isinstance(found, DamagedFrame):
-                    self._damaged.append(found.identity)
-                else:
-                    self._take(held, found)
-            held.segments.append(segment)
-            self._spool.count(segment.nbytes, in_memory=segment.in_memory)
-            segment.rest()
+            try:
+                self._survey(held, segment)
+            except OSError as error:
+                logger.error("[window] %s cannot be read to its end: %s", segment.path, error)
+                self._damaged.append(None)
+            if segment.nbytes:
+                held.segments.append(segment)
+                self._spool.count(segment.nbytes, in_memory=segment.in_memory)
         self._give_up_damaged()
         for window in run.windows.values():
             for held in list(window.iterations.values()):
@@ -68,11 +72,21 @@ class LeftRecords:
                     for segment in held.segments:
                         self._spool.remove(segment)
 
+    def _survey(self, held: HeldIteration, segment: HeldFile) -> None:
+        for found in segment.survey():
+            if isinstance(found, DamagedFrame):
+                self._damaged.append(found.identity)
+            else:
+                self._take(held, found)
+
     def _take(self, held: HeldIteration, found: FoundRecord) -> None:
-        client, sequence = found.record.client, found.record.sequence
+        record = found.record
+        client, sequence = record.client, record.sequence
         if sequence in self._known(client) or sequence in held.open.get(client, ()):
             return
-        held.add(client, sequence, found.record.define, found.record.descriptor.nbytes, self._now)
+        # Each record brings its own, and nearly all are equal.
+        record.define = self._defines.setdefault(msgspec.msgpack.encode(record.define), record.define)
+        held.add(client, sequence, record.define, record.descriptor.nbytes, self._now)
         self.count += 1
         if len(self.jobs) < MOST_WAITING:
             self.jobs.append(held_job(self._run.run_id, *found))

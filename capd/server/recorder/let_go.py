@@ -21,7 +21,7 @@ __all__ = ["LetGoLedger"]
 logger = logging.getLogger(__name__)
 
 _REASONS = {reason.value: reason for reason in DropReason}
-_MAX_NBYTES = 256 << 20
+_MAX_LINE_NBYTES = 256
 # Lines beyond those that are needed.
 _MOST_SPARE_LINES = 4096
 _MAX_SEQUENCE = (1 << 64) - 1
@@ -41,13 +41,12 @@ class LetGoLedger:
         self._writing, self._lock = threading.Lock(), threading.Lock()
         try:
             with path.open("rb") as file:
-                content = file.read(_MAX_NBYTES)
+                while line := file.readline(_MAX_LINE_NBYTES):
+                    if line.endswith(b"\n") and (found := _parsed(line)) is not None:
+                        client, reason, first, last = found
+                        self._add(client, reason, [(first, last)])
         except FileNotFoundError:
             return
-        for line in content.splitlines(keepends=True):
-            if line.endswith(b"\n") and (found := _parsed(line)) is not None:
-                client, reason, first, last = found
-                self._add(client, reason, [(first, last)])
         self._write_anew()
 
     def of(self, client: bytes) -> dict[DropReason, RangeSet]:

@@ -266,16 +266,27 @@ class Recorder(threading.Thread):
         if looks_at_notes:
             self._next_notes = now + _NOTES_S
         for run in list(self._runs.values()):
-            if looks_at_notes:
-                self._hear(run)
-            run.keeps.write(run.run_id)
-            with self._lock:
-                for window in run.windows.values():
-                    self._release(run, window.past(now, self._settings.iterations))
-                windows = list(run.windows.values())
-            self._departures.let_go(run)
-            for window in windows:
-                self._departures.drain(run, window)
+            try:
+                if looks_at_notes:
+                    self._hear(run)
+                self._turn_of(run, now)
+            except Exception:
+                # One run must not stop the others. What is held stays in the spool.
+                if not run.has_stumbled:
+                    logger.exception("[window] run %s: failed, retrying", run.run_id)
+                run.has_stumbled = True
+            else:
+                run.has_stumbled = False
+
+    def _turn_of(self, run: HeldRun, now: float) -> None:
+        run.keeps.write(run.run_id)
+        with self._lock:
+            for window in run.windows.values():
+                self._release(run, window.past(now, self._settings.iterations))
+            windows = list(run.windows.values())
+        self._departures.let_go(run)
+        for window in windows:
+            self._departures.drain(run, window)
 
     def _release(self, run: HeldRun, iterations: list[HeldIteration]) -> None:
         """Let iterations go, or have their statistics leave. With the lock held."""

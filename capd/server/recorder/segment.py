@@ -97,11 +97,10 @@ class HeldFile:
         """Return whether a further record belongs here."""
         return self.is_new and self.in_memory == in_memory and self.nbytes + nbytes <= _MOST_NBYTES
 
-    def waiting(self) -> Iterator[FoundRecord]:
-        """Yield the records from `taken` to `nbytes`. The caller moves `taken` on."""
-        for found in self._frames(self.taken, self.nbytes):
-            if isinstance(found, FoundRecord):
-                yield found
+    def waiting(self, end: int) -> Iterator[FoundRecord]:
+        """Yield the whole records from `taken` to `end`. The caller moves `taken` on. Raises OSError."""
+        if self.taken < end:
+            yield from (found for found in self._frames(self.taken, end) if isinstance(found, FoundRecord))
 
     def survey(self) -> Iterator[FoundRecord | DamagedFrame]:
         """Yield what an earlier daemon left, and note its end in `nbytes`. The data is not read.
@@ -110,10 +109,13 @@ class HeldFile:
         frame: the next one is searched.
         """
         self.nbytes = 0
-        yield from self._frames(0, os.fstat(self._opened().fd).st_size)
+        file = self._reading()
+        yield from self._frames(0, os.fstat(file.fd).st_size)
 
     def _frames(self, at: int, size: int) -> Iterator[FoundRecord | DamagedFrame]:
-        fd, before = self._opened().fd, NOBODY if at == 0 else None
+        # Another thread may rest the file, but its descriptor stays open as long as this.
+        file, before = self._reading(), NOBODY if at == 0 else None
+        fd = file.fd
         while at + HEAD_NBYTES <= size:
             head = FrameHead.decode(os.pread(fd, HEAD_NBYTES, at))
             if head is None:
@@ -141,7 +143,7 @@ class HeldFile:
 
     def read_into(self, view: memoryview, at: int) -> None:
         """Fill `view` from offset `at`. Raises OSError, also if the file is too short."""
-        file, done = self._opened(), 0
+        file, done = self._reading(), 0
         while done < len(view):
             count = os.preadv(file.fd, [view[done:]], at + done)
             if not count:
@@ -149,19 +151,23 @@ class HeldFile:
             done += count
 
     def rest(self) -> None:
-        """Close the file until it is used again."""
+        """Close the file until a record is appended again."""
         self._file = None
 
     def remove(self) -> None:
-        """Delete the file. Who reads through it can finish, if it is open. Raises OSError."""
+        """Delete the file. Who reads from it finishes this piece, and finds no further one. Raises OSError."""
         unlink(self.path, missing_ok=True)
+        # An open file would take its room for as long as records of it wait for the rules.
+        self.rest()
 
     def _opened(self) -> _OpenFile:
-        file = self._file
-        if file is None:
-            file = _OpenFile(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
-            self._file = file
+        file = self._file = self._reading()
         return file
+
+    def _reading(self) -> _OpenFile:
+        """Return the file. One at rest is open only as long as the caller has it, because there are thousands."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return self._file or _OpenFile(os.open(self.path, flags))
 
 
 class HeldBytes:

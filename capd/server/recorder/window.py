@@ -30,6 +30,7 @@ class HeldIteration:
         last_at: When its last record came (monotonic).
         writing: The records that are being copied.
         leaves: Its records leave for the store: tensors, or their statistics if it is not kept.
+        is_damaged: The open records cannot be read.
         pending: The records in the pipeline.
     """
 
@@ -42,6 +43,7 @@ class HeldIteration:
     last_at: float = 0.0
     writing: int = 0
     leaves: bool = False
+    is_damaged: bool = False
     pending: int = 0
 
     def add(self, client: bytes, sequence: int, define: Define, nbytes: int, now: float) -> None:
@@ -53,12 +55,13 @@ class HeldIteration:
         self.last_at = now
 
     def losses_of(self, client: bytes) -> list[Loss]:
-        """Return what the records of a client are."""
-        return [
-            (define, self.iteration, count, nbytes)
-            for (one, _), (define, count, nbytes) in self.losses.items()
-            if one == client
-        ]
+        """Return what the open records of a client are. If others of it are committed, the keys are a guess."""
+        left, found = len(self.open[client]), []
+        for (one, _), (define, count, nbytes) in self.losses.items():
+            if one == client and (lost := min(count, left)):
+                found.append((define, self.iteration, lost, nbytes * lost // count))
+                left -= lost
+        return found
 
     def leave_unjudged(self, client: bytes, sequence: int) -> None:
         """Note that the rules could not see a record."""

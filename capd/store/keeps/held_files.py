@@ -34,7 +34,7 @@ __all__ = [
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node; the recorder makes a directory of its own
 _ELSEWHERE = "elsewhere"
 _MAX_PATH_NBYTES = 4096
-_NAME = re.compile(r"a(\d{1,15})-i(\d{1,15})-\d{1,20}\.held")
+_NAME = re.compile(r"a(\d{1,19})-i(\d{1,19})-\d{1,20}\.held")
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def test_room_beside_keep_free_counts_what_an_earlier_daemon_left(tmp_path: Path
 
     spool = tmp_path / "a.zarr" / ".capd" / "node=n" / "window"
     spool.mkdir(parents=True)
-    with open(spool / "segment", "wb") as file:
+    with open(spool / "a0-i0-000000.held", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 512 * MIB)
 
     assert place_problem(settings, tmp_path, keep_free) == ""
@@ -96,3 +96,18 @@ def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path, directory: Pa
     assert problem.startswith("[window] directory: ")
     assert said in problem
     assert "choose another one" in problem
+
+
+def test_other_files_in_the_directory_make_no_room(tmp_path: Path) -> None:
+    place = tmp_path / "nvme"
+    spool = place / "window-0" / "run" / "a0-i0-000000.held"
+    spool.parent.mkdir(parents=True)
+    found = os.statvfs(place)
+    keep_free = found.f_bavail * found.f_frsize - 768 * MIB
+    settings = WindowSettings(iterations=3, nbytes=512 * MIB, directory=place)
+    with open(place / "dataset.bin", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 512 * MIB)
+    assert "beside keep_free" in place_problem(settings, tmp_path, keep_free)
+
+    (place / "dataset.bin").rename(spool)
+    assert place_problem(settings, tmp_path, keep_free) == ""

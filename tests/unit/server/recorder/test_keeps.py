@@ -174,3 +174,13 @@ def test_another_node_hears_of_a_keep(tmp_path: Path) -> None:
     desk.lanes.commit()
     assert desk.kept == [0, 1, 2]
     assert b'"node":"m"' in lines(desk)[0]
+
+
+def test_other_nodes_hear_of_two_keeps_of_one_iteration(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    train(desk, range(3))
+    assert [desk.keep(2, post=0), desk.keep(2, post=5)] == ["", ""]
+    desk.turn()
+
+    told = KeepsFile(desk.run, "m").told()
+    assert sorted((keep.iteration, keep.first, keep.last) for keep in told) == [(2, 0, 2), (2, 0, 7)]

@@ -40,7 +40,7 @@ def survey(path: Path) -> tuple[list[int], list[int | None]]:
         sequence = found.record.sequence
         assert bytes(found.data.read(0, found.data.nbytes)) == payload(sequence, SIZES[sequence - 1])
         whole.append(sequence)
-    assert whole == [found.record.sequence for found in segment.waiting()]
+    assert whole == [found.record.sequence for found in segment.waiting(segment.nbytes)]
     return whole, damaged
 
 
