@@ -60,11 +60,12 @@ from capd.server.service.notifications import Notifications
 from capd.server.service.sockets import METRICS, RANKS, inherited_sockets, ranks_socket
 from capd.server.stopping import StopReport, StopRequests
 from capd.server.uploads.uploads import Uploads
+from capd.store.keeps.held_files import left_spans
 from capd.store.run.options import StoreOptions, open_files_within
 from capd.store.run.usage import Quota
 from capd.window.keeper import Keeper, NoRecorder
 from capd.window.place import check_place
-from capd.window.settings import WindowSettings
+from capd.window.settings import settings_for_left
 from capd_client.config.sizes import amount_nbytes, default_max_disk
 
 if TYPE_CHECKING:
@@ -255,8 +256,7 @@ class Daemon:
             copier=None if self._lab is None else self._lab.take,
         )
         self._registry = Registry(self._root, self._node, lock, names, self._pipeline, settings.idle_seal_s)
-        if settings.window is not None:
-            self._begin_recorder(settings.window)
+        self._begin_recorder()
         self._controller = Controller(self._registry, lambda: self._stop.request("a tool"), self._keeper)
         self._budget.stored = lambda: (
             self._registry.stored_nbytes()
@@ -309,16 +309,24 @@ class Daemon:
             lab_formats=settings.lab_formats,
         )
 
-    def _begin_recorder(self, window: WindowSettings) -> None:
+    def _begin_recorder(self) -> None:
+        """Begin the flight recorder, or one that only takes up what earlier daemons held."""
+        window = self._settings.window
+        settings = window or settings_for_left(left_spans(self._root, self._node))
+        if settings is None:
+            return
         recorder = self._recorder = Recorder(
-            window,
+            settings,
             self._root,
             self._node,
             self._pipeline,
             self._budget.refusal,
             judges=None if self._rules is None else self._rules.feed,
+            is_draining=window is None,
         )
-        self._registry.recorder = self._pipeline.holder = self._keeper = recorder
+        self._registry.recorder = recorder
+        if window is not None:
+            self._pipeline.holder = self._keeper = recorder
         recorder.start()
 
     def _begin_rules(self, rules: RuleWatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ __all__ = [
     "MIN_WINDOW_NBYTES",
     "WindowSettings",
     "check_memory",
+    "settings_for_left",
 ]
 
 MAX_WINDOW_ITERATIONS = 10_000
@@ -55,6 +57,17 @@ class WindowSettings:
         """
         asked = int(node_nbytes * _MEMORY_SHARE) if self.memory_nbytes is None else self.memory_nbytes
         return max(0, min(asked, self.nbytes, int(free_nbytes * _FREE_SHARE)))
+
+
+def settings_for_left(spans: Iterable[int]) -> WindowSettings | None:
+    """Return the settings of a daemon that only takes up what earlier ones held; None if they held nothing.
+
+    spans: for each run with something of a recorder, the number of its held iterations.
+    """
+    longest = max(spans, default=None)
+    if longest is None:
+        return None
+    return WindowSettings(iterations=min(max(1, longest), MAX_WINDOW_ITERATIONS), memory_nbytes=0)
 
 
 def check_memory(memory_nbytes: int, nbytes: int) -> None:

@@ -28,7 +28,7 @@ from capd.server.recorder.let_go import LetGoLedger
 from capd.server.recorder.run_keeps import RunKeeps, make_keep
 from capd.server.recorder.spool import HeldFiles
 from capd.server.recorder.window import HeldIteration
-from capd.store.keeps.held_files import window_directory
+from capd.store.keeps.held_files import LEDGER_NAME, window_directory
 from capd.window.settings import WindowSettings
 
 __all__ = ["Recorder"]
@@ -51,6 +51,7 @@ class Recorder(threading.Thread):
         refusal: Callable[[int], str | None],
         *,
         judges: Judges | None = None,
+        is_draining: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the spool. The thread is not started.
@@ -62,6 +63,7 @@ class Recorder(threading.Thread):
             pipeline: The pipeline, which asks `take` for each record.
             refusal: Admits bytes of the spool to the disk, or returns why it does not.
             judges: Takes records to the rules; None without rules.
+            is_draining: Nothing new is held. What earlier daemons held is kept or let go.
             clock: The time (monotonic).
         """
         super().__init__(name="capd-recorder", daemon=True)
@@ -70,7 +72,7 @@ class Recorder(threading.Thread):
         self._runs: dict[str, HeldRun] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._is_stopping = False
+        self._is_stopping, self._is_draining = False, is_draining
         self._next_notes = 0.0
         self._feed = None if judges is None else HeldRecordsFeed(pipeline, judges)
         self._departures = Departures(self._spool, pipeline, self._lock, judges, self._wake.set)
@@ -117,6 +119,8 @@ class Recorder(threading.Thread):
             if attempt is None:
                 attempt = max(run.windows, default=0)
             window = run.window(attempt)
+            if self._is_draining and not window.iterations:
+                return "no iteration is held, and this daemon has no flight recorder"
             if iteration is None:
                 iteration = window.newest if window.iterations else window.begun
             if iteration is None:
@@ -128,10 +132,13 @@ class Recorder(threading.Thread):
         return problem
 
     def stats(self, run_id: str) -> WindowStats | None:
-        """Return what is held of a run; None if the recorder does not know it."""
+        """Return what is held of a run; None if there is nothing to say of it."""
         with self._lock:
             run = self._runs.get(run_id)
-            return None if run is None else run.stats()
+            found = None if run is None else run.stats()
+        if self._is_draining and found is not None and not found.iterations and not found.keeps:
+            return None
+        return found
 
     def holds(self, run_id: str) -> bool:
         """Return whether something of a run is held."""
@@ -160,7 +167,7 @@ class Recorder(threading.Thread):
         path = self._root / f"{run_id}.zarr"
         directory = window_directory(path, self._node)
         keeps = RunKeeps(KeepsFile(path, self._node), self._node, self._clock)
-        run = HeldRun(run_id, LetGoLedger(directory / "let-go.txt"), keeps)
+        run = HeldRun(run_id, LetGoLedger(directory / LEDGER_NAME), keeps)
         for keep in keeps.earlier():
             keeps.note(run.window(keep.attempt), keep, is_new=False)
         left = LeftRecords(run, self._spool, committed, self._clock())

@@ -27,11 +27,12 @@ from capd.store.disk.files import make_directory, opened, unlink, write_file
 from capd.store.disk.layout import node_directory, nodes_of
 
 __all__ = [
-    "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_held", "elsewhere_of", "held_name", "is_of_daemons",
-    "left_segments", "memory_directory", "note_elsewhere", "spool_place", "window_directory", "window_nbytes",
+    "LEDGER_NAME", "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_held", "elsewhere_of", "held_name", "is_of_daemons",
+    "left_segments", "left_spans", "memory_directory", "note_elsewhere", "spool_place", "window_directory", "window_nbytes",
 ]  # fmt: skip
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node; the recorder makes a directory of its own
+LEDGER_NAME = "let-go.txt"
 _ELSEWHERE = "elsewhere"
 _MAX_PATH_NBYTES = 4096
 _NAME = re.compile(r"a(\d{1,19})-i(\d{1,19})-\d{1,20}\.held")
@@ -79,6 +80,14 @@ def left_segments(run: Path, node: str) -> Iterator[LeftSegment]:
             with contextlib.suppress(OSError):
                 if name is not None:
                     yield LeftSegment(path, *name, path.lstat().st_size, in_memory)
+
+
+def left_spans(root: Path, node: str) -> Iterator[int]:
+    """Yield the number of held iterations of each run that a recorder of this node has left something of."""
+    for run in root.glob("*.zarr"):
+        numbers = {one.iteration for one in left_segments(run, node)}
+        if numbers or (window_directory(run, node) / LEDGER_NAME).exists():
+            yield max(numbers) - min(numbers) + 1 if numbers else 0
 
 
 def describe_left(held: Sequence[LeftSegment]) -> str:
