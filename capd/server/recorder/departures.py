@@ -177,7 +177,9 @@ class Departures:
         job = held_job(run.run_id, record, data)
         job.judged = is_judged and self._judges is not None
         # Without the job, which would then live until the next search for garbage, and its bytes with it.
-        settled = partial(self._settled, run, held, HeldIdentity(job.client, job.sequence), (job.define, data.nbytes))
+        settled = partial(
+            self._settled, run, held, HeldIdentity(job.client, job.sequence), (job.define, data.nbytes)
+        )
         job.sink = KeptSink(settled)
         try:
             job.data = data.checked(_WHOLE_NBYTES)
@@ -225,9 +227,12 @@ def held_job(run_id: str, record: HeldRecord, data: HeldBytes) -> RecordJob:
 
 
 def marked(metadata: bytes, kept: KeptRange) -> bytes:
-    """Return the metadata of a record with the reason for which it is kept, if there is room for it."""
+    """Return the metadata of a record with the reason for which it is kept, if there is room and no other `trigger`."""
     with contextlib.suppress(ValueError, TypeError):
         found = json.loads(metadata) if metadata else {}
+        if "trigger" in found:
+            # The job's own comes first.
+            return metadata
         found["trigger"] = {"reason": kept.reason, "iteration": kept.iteration}
         new = json.dumps(found, ensure_ascii=False).encode()
         return new if len(new) <= MAX_METADATA_NBYTES else metadata

@@ -153,7 +153,10 @@ class Holding:
         with self._lock:
             is_storing = any(one.leaves for other in self._runs.values() for one in other.held())
         if is_storing:
-            return DropReason.EXPIRED, f"the {limit} of [window] bytes are full of records that are being stored"
+            return (
+                DropReason.EXPIRED,
+                f"the {limit} of [window] bytes are full of records that are being stored",
+            )
         if not run.has_overflowed:
             run.has_overflowed = True
             logger.warning(

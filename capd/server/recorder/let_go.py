@@ -58,6 +58,11 @@ class LetGoLedger:
                 if one == client
             }
 
+    def counts(self, client: bytes) -> dict[DropReason, int]:
+        """Return how many of a client were let go, by reason."""
+        with self._lock:
+            return {reason: len(ranges) for (one, reason), ranges in self._known.items() if one == client}
+
     def add(self, reason: DropReason, gone: Mapping[bytes, RangeSet]) -> None:
         """Note sequences by client. They are in the file when this returns.
 

@@ -30,6 +30,7 @@ from capd.server.recorder.spool import HeldFiles
 from capd.server.recorder.window import HeldIteration
 from capd.store.keeps.held_files import LEDGER_NAME, window_directory
 from capd.window.settings import WindowSettings
+from capd_client.protocol.counter_page import DropReason
 
 __all__ = ["Recorder"]
 
@@ -191,6 +192,12 @@ class Recorder(threading.Thread):
         """Give the history of a client. Nothing of it changes in the block, which sets the client's account."""
         with self._lock:
             yield self._runs[run_id].history(client)
+
+    def final_account(self, run_id: str, client: bytes) -> dict[DropReason, int] | None:
+        """Return what was let go of a client, by reason; None while the outcome of some records is open."""
+        with self._lock:
+            run = self._runs[run_id]
+            return None if any(client in one.open for one in run.held()) else run.ledger.counts(client)
 
     def set_account(self, run_id: str, client: bytes, account: HeldAccount) -> None:
         """Tell `account` of the outcomes of a client's held records. Within `joining`."""

@@ -117,9 +117,8 @@ class Upkeep:
             if row.state != "ended" and client not in run.mourned:
                 run.mourned.add(client)
                 _mourn(recorder, run, row.attempt, None, f"rank {row.rank} died while no daemon ran")
-            with recorder.joining(run.run_id, client) as history:
-                is_held, let_go = bool(history.held), {why: len(one) for why, one in history.let_go.items()}
-            if not is_held:
+            let_go = recorder.final_account(run.run_id, client)
+            if let_go is not None:
                 self._settle(recorder, run, row, let_go)
         return waiting
 

@@ -11,7 +11,7 @@ __all__ = ["RangeSet"]
 class RangeSet:
     """A set of integers with add, membership and the list of (first, last) ranges."""
 
-    __slots__ = ("_firsts", "_lasts")
+    __slots__ = ("_count", "_firsts", "_lasts")
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
@@ -19,6 +19,8 @@ class RangeSet:
         for first, last in sorted(ranges):
             self._firsts.append(first)
             self._lasts.append(last)
+        # Kept up to date, because the account of a rank asks at each tick, and some sets have a range for each step.
+        self._count = sum(last - first + 1 for first, last in self.ranges())
 
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self._firsts, number) - 1
@@ -28,7 +30,7 @@ class RangeSet:
         return bool(self._firsts)
 
     def __len__(self) -> int:
-        return sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
+        return self._count
 
     def __iter__(self) -> Iterator[int]:
         for first, last in self.ranges():
@@ -40,12 +42,14 @@ class RangeSet:
         # This is nearly always the case.
         if lasts and number == lasts[-1] + 1:
             lasts[-1] = number
+            self._count += 1
             return
         at = bisect_right(firsts, number)
         joins_left = at > 0 and number <= lasts[at - 1] + 1
         joins_right = at < len(firsts) and number == firsts[at] - 1
         if at > 0 and number <= lasts[at - 1]:
             return
+        self._count += 1
         if joins_left and joins_right:
             lasts[at - 1] = lasts.pop(at)
             firsts.pop(at)
@@ -64,6 +68,8 @@ class RangeSet:
         end = bisect_right(firsts, last + 1)
         if at < end:
             first, last = min(first, firsts[at]), max(last, lasts[end - 1])
+        known = sum(lasts[one] - firsts[one] + 1 for one in range(at, end))
+        self._count += last - first + 1 - known
         firsts[at:end] = [first]
         lasts[at:end] = [last]
 
@@ -72,11 +78,13 @@ class RangeSet:
         firsts, lasts = self._firsts, self._lasts
         if lasts and number == firsts[0] < lasts[0]:
             firsts[0] += 1
+            self._count -= 1
             return
         at = bisect_right(firsts, number) - 1
         if at < 0 or number > lasts[at]:
             return
         first, last = firsts[at], lasts[at]
+        self._count -= 1
         rest = [(low, high) for low, high in ((first, number - 1), (number + 1, last)) if low <= high]
         firsts[at : at + 1] = [low for low, _ in rest]
         lasts[at : at + 1] = [high for _, high in rest]

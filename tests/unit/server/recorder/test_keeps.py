@@ -184,3 +184,15 @@ def test_other_nodes_hear_of_two_keeps_of_one_iteration(tmp_path: Path) -> None:
 
     told = KeepsFile(desk.run, "m").told()
     assert sorted((keep.iteration, keep.first, keep.last) for keep in told) == [(2, 0, 2), (2, 0, 7)]
+
+
+def test_the_jobs_own_trigger_in_its_metadata_stays(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.put(0, metadata=b'{"trigger": "mine"}')
+    desk.put(0, metadata=b'{"step": 3}')
+    assert desk.keep(0) == ""
+    desk.turn()
+    assert [job.descriptor.metadata for job in desk.lanes.jobs] == [
+        b'{"trigger": "mine"}',
+        b'{"step": 3, "trigger": {"reason": "why", "iteration": 0}}',
+    ]

@@ -173,3 +173,14 @@ def watched(desk: Desk, touched: list[str], name: str, call: object) -> object:
         return call(*args, **kwargs)  # type: ignore[operator]
 
     return checked
+
+
+def test_a_ledger_of_any_size_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "let-go.txt"
+    with path.open("wb") as file:
+        # Without blocks on the disk. Steps whose scalars lie between the records need a line each.
+        file.truncate(300 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(f"\n{CLIENT.hex()} expired 1 5\n".encode())
+    assert ranges_of(path) == {DropReason.EXPIRED: [(1, 5)]}
+    assert path.stat().st_size < 100

@@ -21,3 +21,24 @@ def test_it_behaves_like_a_set(numbers: list[int], probe: int) -> None:
     )
     assert all(a[1] + 1 < b[0] for a, b in zip(ranges.ranges(), ranges.ranges()[1:], strict=False))
     assert RangeSet(ranges.ranges()).ranges() == ranges.ranges()
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "add_range", "remove"]), st.integers(0, 30), st.integers(0, 6))
+)
+
+
+@given(STEPS)
+def test_its_size_is_right_after_any_operations(steps: list[tuple[str, int, int]]) -> None:
+    ranges, plain = RangeSet([(3, 5), (9, 9)]), {3, 4, 5, 9}
+    for name, first, more in steps:
+        if name == "add":
+            ranges.add(first)
+            plain.add(first)
+        elif name == "remove":
+            ranges.remove(first)
+            plain.discard(first)
+        else:
+            ranges.add_range(first, first + more)
+            plain |= set(range(first, first + more + 1))
+        assert (len(ranges), list(ranges)) == (len(plain), sorted(plain))
