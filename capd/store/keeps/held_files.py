@@ -27,8 +27,9 @@ from capd.store.disk.files import make_directory, opened, unlink, write_file
 from capd.store.disk.layout import node_directory, nodes_of
 
 __all__ = [
-    "LEDGER_NAME", "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_held", "elsewhere_of", "held_name", "is_of_daemons",
-    "left_segments", "left_spans", "memory_directory", "note_elsewhere", "spool_place", "window_directory", "window_nbytes",
+    "LEDGER_NAME", "SHARED_MEMORY", "LeftSegment", "describe_left", "discard_held", "elsewhere_of", "held_name",
+    "is_of_daemons", "left_segments", "left_spans", "memory_directory", "note_elsewhere", "spool_place",
+    "window_directory", "window_nbytes",
 ]  # fmt: skip
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node; the recorder makes a directory of its own
