@@ -106,10 +106,13 @@ class Departures:
         run.ledger.add(reason, held.open)
         with self._lock:
             run.note_gone(reason, held.open, {client: held.losses_of(client) for client in held.open})
-            run.going.remove(held)
+            held.open = {}
         if self._judges is not None and (unseen := sum(map(len, held.unjudged.values()))):
             self._judges.leave_out(unseen)
         self._delete(held)
+        with self._lock:
+            # Now its bytes are free. Who looks for room before waits for it instead of letting another one go.
+            run.going.remove(held)
 
     def _give_up(self, run: HeldRun, unkept: UnkeptRecord) -> None:
         held, client, sequence, reason, loss = unkept

@@ -124,8 +124,10 @@ class Holding:
         Returns:
             Whether it fits into memory; None: nothing more can go; else why nothing can be let go.
         """
-        while (in_memory := self._spool.reserve(size)) is None:
+        while True:
             with self._lock:
+                if (in_memory := self._spool.reserve(size)) is not None:
+                    return in_memory
                 # Another run may hold more.
                 owner = next(
                     (one for one in (run, *self._runs.values()) if one.going or oldest(one.windows)), None
@@ -142,7 +144,6 @@ class Holding:
                     owner.let_go(gone)
             if (error := self._departures.let_go(owner)) is not None:
                 return refusal_of(error, self._root)
-        return in_memory
 
     def _without_room(self, run: HeldRun, job: RecordJob) -> bool | Refusal:
         """Decide about a record for which the spool has no room."""

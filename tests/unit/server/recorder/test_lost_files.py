@@ -8,10 +8,13 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread, current_thread
 
 import pytest
 
 from capd.server.recorder import departures
+from capd.server.recorder.departures import Departures
+from capd.server.recorder.held_run import HeldRun
 from capd.server.recorder.segment import HeldFile
 from capd.server.recorder.spool import HeldFiles
 from capd_client.protocol.counter_page import DropReason
@@ -175,6 +178,37 @@ def test_what_was_let_go_takes_no_room_while_it_waits_for_the_rules(tmp_path: Pa
     assert f"{path} (deleted)" not in open_files
     with pytest.raises(FileNotFoundError):
         job.read()
+
+
+def test_a_record_waits_for_the_room_of_an_iteration_that_is_being_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path, iterations=2)
+    for iteration in range(4):
+        assert desk.put(iteration, nbytes=MIB // 4 - 4096) is True
+    desk.look(2)
+    outcomes: list[object] = []
+    putting = Thread(target=lambda: outcomes.append(desk.put(4, nbytes=MIB // 4 - 4096)))
+    looks_for_room = Event()
+    remove, let_go = HeldFiles.remove, Departures.let_go
+
+    def noted(self: Departures, run: HeldRun) -> OSError | None:
+        if current_thread() is putting:
+            looks_for_room.set()
+        return let_go(self, run)
+
+    def slow(self: HeldFiles, segment: HeldFile) -> None:
+        if not putting.is_alive():
+            putting.start()
+            assert looks_for_room.wait(30)
+        remove(self, segment)
+
+    monkeypatch.setattr(Departures, "let_go", noted)
+    monkeypatch.setattr(HeldFiles, "remove", slow)
+    desk.turn()
+    putting.join(30)
+    assert (outcomes, desk.held) == ([True], [1, 2, 3, 4])
+    desk.assert_exact()
 
 
 def _is_open(fd: str) -> bool:
