@@ -210,6 +210,8 @@ def test_a_trained_model_is_measured_by_whole_calls(start_daemon: StartDaemon) -
     assert len({frozenset(each) for each in names.values()}) <= 2
 
 
+# Some twenty commands: 15 s alone, and more than two minutes beside other tests on two busy cores.
+@pytest.mark.timeout(360)
 def test_readers_show_tensors_alone_and_every_copy_keeps_the_errors(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
