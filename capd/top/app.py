@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,9 +39,15 @@ class FrameWidget(Widget):
     Texts are drawn as they are: nothing in them is taken for markup.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_size: Callable[[], object]) -> None:
+        """Begin empty. on_size: is called when the widget has another size, and needs lines for it."""
         super().__init__()
         self._lines: list[Line] = []
+        self._on_size = on_size
+
+    def on_resize(self, _: events.Resize) -> None:
+        """Ask for lines of the new size."""
+        self._on_size()
 
     def show(self, lines: list[Line]) -> None:
         """Draw lines of the size of the widget."""
@@ -142,8 +149,9 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """Fill the screen with the parts of a frame."""
-        yield FrameWidget()
-        yield FrameWidget()
+        # The terminal tells its size before the parts have theirs: what is drawn in between may not fit.
+        yield FrameWidget(self.draw)
+        yield FrameWidget(self.draw)
 
     def on_mount(self) -> None:
         """Begin to sample."""
@@ -168,10 +176,6 @@ class TopApp(App[None]):
     def on_failed(self, message: Failed) -> None:
         """End with the error of the feed."""
         self._handle_exception(message.error)
-
-    def on_resize(self, _: events.Resize) -> None:
-        """Draw for the new size."""
-        self.call_after_refresh(self.draw)
 
     async def on_event(self, event: events.Event) -> None:
         """Take keys before Textual's own bindings, which would move its focus."""
