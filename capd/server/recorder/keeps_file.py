@@ -32,7 +32,7 @@ class KeepsFile:
         held = read_keeps(self._path)
         if held.torn_nbytes:
             truncate(self._path, held.nbytes)
-        return held.keeps
+        return held.items
 
     def append(self, keep: Keep) -> None:
         """Append a keep to the file. Raises OSError."""

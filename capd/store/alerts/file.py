@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from capd.errors import StoreError
 from capd.store.alerts.alert import MAX_LINE_NBYTES, Alert, alert_line, alert_of
 from capd.store.disk.files import opened, pwrite_all, sync_data, sync_paths, truncate, write_file
 from capd.store.disk.layout import node_directory, nodes_of
-from capd.store.disk.line_file import read_line_file, whole_lines_of
+from capd.store.disk.line_file import Lines, parsed_lines, read_line_file, whole_lines_of
 
 __all__ = [
-    "ALERTS_NAME", "MAX_ALERTS_NBYTES", "AlertFollower", "AlertLines", "AlertWriter", "alerts_of_run", "alerts_path",
+    "ALERTS_NAME", "MAX_ALERTS_NBYTES", "AlertFollower", "AlertWriter", "alerts_of_run", "alerts_path",
     "parse_alerts", "read_alerts", "whole_lines", "write_alerts",
 ]  # fmt: skip
 
@@ -28,42 +27,17 @@ MAX_ALERTS_NBYTES = 16 << 20
 _MOST_NBYTES = MAX_ALERTS_NBYTES + MAX_LINE_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
-class AlertLines:
-    """The content of a file of alerts.
-
-    Attributes:
-        alerts: The alerts, in order.
-        nbytes: The bytes up to the end of the last whole line.
-        damaged: The offsets of whole lines that are no alert.
-        torn_nbytes: The bytes after the last whole line.
-    """
-
-    alerts: list[Alert]
-    nbytes: int = 0
-    damaged: tuple[int, ...] = ()
-    torn_nbytes: int = 0
-
-
 def alerts_path(run: Path, node: str) -> Path:
     """Return the file of a node's alerts."""
     return node_directory(run, node) / ALERTS_NAME
 
 
-def parse_alerts(payload: bytes) -> AlertLines:
+def parse_alerts(payload: bytes) -> Lines[Alert]:
     """Return the alerts in the bytes of a file, which may come from anybody."""
-    alerts, damaged, at = [], [], 0
-    while (end := payload.find(b"\n", at)) >= 0:
-        alert = alert_of(payload[at:end])
-        if alert is None:
-            damaged.append(at)
-        else:
-            alerts.append(alert)
-        at = end + 1
-    return AlertLines(alerts, at, tuple(damaged), len(payload) - at)
+    return parsed_lines(payload, alert_of)
 
 
-def read_alerts(path: Path, start: int = 0) -> AlertLines:
+def read_alerts(path: Path, start: int = 0) -> Lines[Alert]:
     """Return the alerts of a file from an offset on; none if there is no file.
 
     Raises:
@@ -80,7 +54,7 @@ def whole_lines(path: Path) -> bytes:
 
 def alerts_of_run(run: Path) -> list[Alert]:
     """Return the alerts of all nodes of a run, in order of time. Raises as `read_alerts`."""
-    found = [alert for node in nodes_of(run) for alert in read_alerts(alerts_path(run, node)).alerts]
+    found = [alert for node in nodes_of(run) for alert in read_alerts(alerts_path(run, node)).items]
     return sorted(found, key=lambda alert: alert.time_ns)
 
 
@@ -120,7 +94,7 @@ class AlertFollower:
                 start = 0
             lines = read_alerts(path, start)
             self._read[node] = start + lines.nbytes
-            found += lines.alerts
+            found += lines.items
         return sorted(found, key=lambda alert: alert.time_ns)
 
 
@@ -149,7 +123,7 @@ class AlertWriter:
         if held.torn_nbytes:
             truncate(self._path, held.nbytes)
         self._nbytes = held.nbytes
-        return held.alerts
+        return held.items
 
     def append(self, alerts: Iterable[Alert]) -> None:
         """Append alerts in one write.

@@ -7,16 +7,15 @@ notes the keeps of other nodes, too, so that several files may have one keep.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from capd.store.disk.files import make_directory, sync_paths, write_file
-from capd.store.disk.line_file import read_line_file, whole_lines_of
+from capd.store.disk.line_file import Lines, parsed_lines, read_line_file, whole_lines_of
 from capd.store.keeps.held_files import window_directory
 from capd.store.keeps.keep import Keep, keep_line, keep_of
 
 __all__ = [
-    "MAX_KEEPS_NBYTES", "KeepLines", "distinct_keeps", "keeps_path", "parse_keeps", "read_keeps", "whole_keep_lines",
+    "MAX_KEEPS_NBYTES", "distinct_keeps", "keeps_path", "parse_keeps", "read_keeps", "whole_keep_lines",
     "write_keeps",
 ]  # fmt: skip
 
@@ -25,42 +24,17 @@ MAX_KEEPS_NBYTES = 64 << 20
 _NAME = "keeps.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class KeepLines:
-    """The content of a file of keeps.
-
-    Attributes:
-        keeps: The keeps, in order.
-        nbytes: The bytes up to the end of the last whole line.
-        damaged: The offsets of whole lines that are no keep.
-        torn_nbytes: The bytes after the last whole line.
-    """
-
-    keeps: list[Keep]
-    nbytes: int = 0
-    damaged: tuple[int, ...] = ()
-    torn_nbytes: int = 0
-
-
 def keeps_path(run: Path, node: str) -> Path:
     """Return the file of a node's keeps."""
     return window_directory(run, node) / _NAME
 
 
-def parse_keeps(payload: bytes) -> KeepLines:
+def parse_keeps(payload: bytes) -> Lines[Keep]:
     """Return the keeps in the bytes of a file, which may come from anybody."""
-    keeps, damaged, at = [], [], 0
-    while (end := payload.find(b"\n", at)) >= 0:
-        keep = keep_of(payload[at:end])
-        if keep is None:
-            damaged.append(at)
-        else:
-            keeps.append(keep)
-        at = end + 1
-    return KeepLines(keeps, at, tuple(damaged), len(payload) - at)
+    return parsed_lines(payload, keep_of)
 
 
-def read_keeps(path: Path) -> KeepLines:
+def read_keeps(path: Path) -> Lines[Keep]:
     """Return the keeps of a file; none if there is no file.
 
     Raises:

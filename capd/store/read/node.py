@@ -141,12 +141,12 @@ class NodeView:
             StoreError: The file is not a regular one.
             OSError: It cannot be read.
         """
-        return read_alerts(self.directory / ALERTS_NAME).alerts
+        return read_alerts(self.directory / ALERTS_NAME).items
 
     @property
     def keeps(self) -> list[Keep]:
         """The keeps of the flight recorder as the file of the node has them now. Raises as `alerts`."""
-        return read_keeps(keeps_path(self.run, self.name)).keeps
+        return read_keeps(keeps_path(self.run, self.name)).items
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

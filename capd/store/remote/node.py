@@ -104,7 +104,7 @@ class RemoteNode:
         Raises:
             ObjectStoreError: They cannot be read, or are not those of the manifest.
         """
-        return parse_alerts(self.alert_lines()).alerts
+        return parse_alerts(self.alert_lines()).items
 
     def alert_lines(self) -> bytes:
         """Return the lines of the alerts, as their file on the node has them. Raises as `alerts`."""
@@ -113,7 +113,7 @@ class RemoteNode:
     @property
     def keeps(self) -> list[Keep]:
         """The keeps of the flight recorder that the manifest names. Damaged lines are left out. Raises as `alerts`."""
-        return parse_keeps(self.keep_lines()).keeps
+        return parse_keeps(self.keep_lines()).items
 
     def keep_lines(self) -> bytes:
         """Return the lines of the keeps, as their file on the node has them. Raises as `alerts`."""

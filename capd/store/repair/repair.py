@@ -74,7 +74,7 @@ def _sound_alerts(run: Path) -> dict[str, list[Alert]]:
     found = {}
     for node in nodes_of(run):
         with contextlib.suppress(StoreError, OSError):
-            found[node] = read_alerts(alerts_path(run, node)).alerts
+            found[node] = read_alerts(alerts_path(run, node)).items
     return found
 
 
@@ -82,7 +82,7 @@ def _sound_keeps(run: Path) -> dict[str, list[Keep]]:
     found = {}
     for node in nodes_of(run):
         with contextlib.suppress(StoreError, OSError):
-            found[node] = read_keeps(keeps_path(run, node)).keeps
+            found[node] = read_keeps(keeps_path(run, node)).items
     return found
 
 

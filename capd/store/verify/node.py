@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from capd.store.catalog.rows import CATALOG_NAME, SeriesRow, read_series
 from capd.store.catalog.sessions import read_sessions
 from capd.store.catalog.sums import RecordSums, catalog_problems, read_sums
 from capd.store.disk.layout import PARTIAL_GLOB
+from capd.store.disk.line_file import Lines
 from capd.store.disk.run_lock import is_written
 from capd.store.format.frames import RecordRow, SeriesHeader
 from capd.store.format.log_places import LOG_GLOB, offset_of
@@ -80,8 +82,8 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
                 continue
             except OSError as error:
                 node.find("spool", path, f"cannot be read: {error.strerror}")
-    _read_alerts(node, directory / ALERTS_NAME)
-    _read_keeps(node, keeps_path(run, node.name))
+    _read_lines(node, "alerts", directory / ALERTS_NAME, read_alerts)
+    _read_lines(node, "keeps", keeps_path(run, node.name), read_keeps)
     _note_held(run, node)
     quarantine = directory / "quarantine"
     if quarantine.is_dir() and (kept := sorted(path.name for path in quarantine.iterdir())):
@@ -91,27 +93,16 @@ def look_at_node(run: Path, directory: Path, run_ids: frozenset[str]) -> NodePro
     return node
 
 
-def _read_alerts(node: NodePromise, path: Path) -> None:
+def _read_lines(node: NodePromise, kind: Kind, path: Path, read: Callable[[Path], Lines[Any]]) -> None:
     try:
-        lines = read_alerts(path)
+        lines = read(path)
     except (StoreError, OSError) as error:
-        node.find("alerts", path, f"cannot be read: {error}")
+        node.find(kind, path, f"cannot be read: {error}")
         return
     node.report.nbytes += lines.nbytes
     # A part of a line at the end is of a kill, and no damage.
     for offset in lines.damaged:
-        node.find("alerts", path, "a line is no alert", offset=offset)
-
-
-def _read_keeps(node: NodePromise, path: Path) -> None:
-    try:
-        lines = read_keeps(path)
-    except (StoreError, OSError) as error:
-        node.find("keeps", path, f"cannot be read: {error}")
-        return
-    node.report.nbytes += lines.nbytes
-    for offset in lines.damaged:
-        node.find("keeps", path, "a line is no keep", offset=offset)
+        node.find(kind, path, f"a line is no {kind.removesuffix('s')}", offset=offset)
 
 
 def _note_held(run: Path, node: NodePromise) -> None:

@@ -40,7 +40,7 @@ def newest_alerts(run: Path, series: str | None = None) -> dict[str, Any]:
         # The first line is then a part of one, which counts as damaged.
         start = max(0, nbytes - _MAX_NBYTES)
         more |= start > 0
-        found += read_alerts(path, start).alerts
+        found += read_alerts(path, start).items
     if series is not None:
         found = [one for one in found if series in (one.series, *one.series_paths)]
     found.sort(key=lambda alert: alert.time_ns, reverse=True)

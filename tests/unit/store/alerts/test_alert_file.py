@@ -34,7 +34,7 @@ def test_alerts_are_read_as_they_were_written(run: Path) -> None:
     written = [alert(1, value="NaN"), alert(2, series="ü/\n", value="-Infinity"), alert(3, count=10**6)]
     writer.append(written[:2])
     writer.append(written[2:])
-    assert read_alerts(alerts_path(run, "n")).alerts == written
+    assert read_alerts(alerts_path(run, "n")).items == written
     assert AlertWriter(run, "n", durable=False).begin() == written
     assert oct(alerts_path(run, "n").stat().st_mode & 0o777) == "0o600"
 
@@ -45,7 +45,7 @@ def test_a_torn_tail_is_left_out_by_readers_and_cut_off_by_the_next_daemon(run: 
     path = alerts_path(run, "n")
     os.truncate(path, path.stat().st_size - cut)
     found = read_alerts(path)
-    assert (found.alerts, found.damaged) == ([alert(1)], ())
+    assert (found.items, found.damaged) == ([alert(1)], ())
     assert found.torn_nbytes == len(alert_line(alert(2))) - cut
     assert whole_lines(path) == alert_line(alert(1))
     writer = AlertWriter(run, "n", durable=False)
@@ -69,7 +69,7 @@ HOSTILE = [
 def test_a_damaged_line_is_told_and_the_others_are_read(line: bytes) -> None:
     assert alert_of(line) is None
     found = parse_alerts(alert_line(alert(1)) + line + b"\n" + alert_line(alert(2)))
-    assert found.alerts == [alert(1), alert(2)]
+    assert found.items == [alert(1), alert(2)]
     assert found.damaged == (len(alert_line(alert(1))),)
 
 
@@ -98,7 +98,7 @@ def test_a_full_file_takes_no_more(run: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(alert_file, "MAX_ALERTS_NBYTES", 400)
     with pytest.raises(StoreError, match="further alerts are not stored"):
         writer.append([alert(2)])
-    assert read_alerts(alerts_path(run, "n")).alerts == [alert(1)]
+    assert read_alerts(alerts_path(run, "n")).items == [alert(1)]
 
 
 def test_what_is_no_regular_file_is_refused(run: Path) -> None:

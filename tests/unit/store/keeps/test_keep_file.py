@@ -48,7 +48,7 @@ def test_keeps_are_read_as_they_were_written(run: Path) -> None:
     written = [keep(3), keep(9, reason="ü\n/", node="other")]
     write_keeps(run, {"node0": written, "nobody": [keep(1)], "empty": []})
 
-    assert read_keeps(keeps_path(run, "node0")).keeps == written
+    assert read_keeps(keeps_path(run, "node0")).items == written
     assert [path.name for path in (run / ".capd").iterdir()] == ["node=node0"]
     assert oct(keeps_path(run, "node0").stat().st_mode & 0o777) == "0o600"
     assert oct(keeps_path(run, "node0").parent.stat().st_mode & 0o777) == "0o700"
@@ -61,7 +61,7 @@ def test_a_torn_tail_is_left_out(run: Path, cut: int) -> None:
     os.truncate(path, path.stat().st_size - cut)
 
     found = read_keeps(path)
-    assert (found.keeps, found.damaged) == ([keep(1)], ())
+    assert (found.items, found.damaged) == ([keep(1)], ())
     assert found.torn_nbytes == len(keep_line(keep(2))) - cut
     assert whole_keep_lines(path) == keep_line(keep(1))
 
@@ -85,7 +85,7 @@ def test_a_hostile_line_is_no_keep(line: bytes) -> None:
 def test_what_is_no_regular_file_is_not_read(run: Path, tmp_path: Path) -> None:
     path = keeps_path(run, "node0")
     path.parent.mkdir()
-    assert read_keeps(path).keeps == []
+    assert read_keeps(path).items == []
     os.mkfifo(path)
     with pytest.raises(StoreError, match="not a regular file"):
         read_keeps(path)
