@@ -48,12 +48,18 @@ class RunLock:
         """
         until = time.monotonic() + patience_s
         while True:
-            if is_there:
-                # Without parents: a run that was just removed is not made again.
-                (run / ".capd").mkdir(mode=0o700, exist_ok=True)
-            else:
-                make_directory(run / ".capd")
-            fd = _opened(run, os.O_RDWR | os.O_CREAT)
+            try:
+                if is_there:
+                    # Without parents: a run that was just removed is not made again.
+                    (run / ".capd").mkdir(mode=0o700, exist_ok=True)
+                else:
+                    make_directory(run / ".capd")
+                fd = _opened(run, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:
+                # A removal may take the directory along between the two lines above.
+                if is_there or time.monotonic() >= until:
+                    raise
+                continue
             try:
                 # After the wait, the run may have been removed with its lock file.
                 if _lock(fd, fcntl.F_RDLCK, run) and _is_named(fd, run):

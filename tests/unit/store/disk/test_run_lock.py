@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from capd.errors import StoreBusy
+from capd.store.disk import run_lock
 from capd.store.disk.run_lock import RunLock, is_written
 
 HOLD = """
@@ -64,6 +65,30 @@ def test_a_writer_that_waits_for_a_removal_finds_a_new_run(tmp_path: Path) -> No
     assert is_written(run)
     assert not is_written(tmp_path / "gone")
     held[0].release()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_run_removed_before_its_lock_file_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """A writer of a new run makes it again. A command on an existing one is told that it is gone."""
+    run = tmp_path / "run.zarr"
+    run.mkdir()
+    opened = run_lock._opened
+
+    def removed_first(run: Path, flags: int) -> int:
+        if not (tmp_path / "gone").exists():
+            run.rename(tmp_path / "gone")
+        return opened(run, flags)
+
+    monkeypatch.setattr(run_lock, "_opened", removed_first)
+    if is_there:
+        with pytest.raises(FileNotFoundError):
+            RunLock.shared(run, is_there=True)
+        assert not run.exists()
+    else:
+        with RunLock.shared(run):
+            assert is_written(run)
 
 
 def test_a_writer_does_not_wait_for_ever(tmp_path: Path) -> None:
