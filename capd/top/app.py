@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +14,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
@@ -168,6 +169,7 @@ class TopApp(App[None]):
 
     def on_fed(self, message: Fed) -> None:
         """Show a sample, unless the screen is paused."""
+        self._follow_terminal()
         self._newest = message.data
         if not self.view.paused:
             self._shown = message.data
@@ -225,6 +227,19 @@ class TopApp(App[None]):
         if (self._feed.run_id, self._feed.client) != (self.view.run_id, client):
             self._feed.run_id, self._feed.client = self.view.run_id, client
             self._feed.hurry()
+
+    def _follow_terminal(self) -> None:
+        """Take the size of the terminal if it is another one.
+
+        A signal tells it, and Textual passes it on in a timer. On a busy machine either may be lost.
+        """
+        if self.is_headless:
+            return
+        size = Size(*shutil.get_terminal_size())
+        if size != self.size:
+            self.post_message(events.Resize(size, size))
+        elif size != self.screen.outer_size:
+            self.screen.post_message(events.Resize(size, size))
 
     def _fed(self, data: TopData) -> None:
         # Called from the thread of the feed, which may outlive the screen for a moment.

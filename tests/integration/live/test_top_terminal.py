@@ -45,6 +45,24 @@ main(["top"])
 """
 
 
+# The terminal's signal is ignored, or Textual's timer does nothing, as on a busy machine now and then.
+LOST = {
+    "signal": """
+import signal
+real = signal.signal
+signal.signal = lambda number, handler: real(number, signal.SIG_IGN if number == signal.SIGWINCH else handler)
+""",
+    "timer": """
+from textual.app import App
+real = App.set_timer
+def set_timer(self, delay, callback=None, **more):
+    lost = getattr(callback, "__name__", "") == "_check_resize"
+    return real(self, delay, (lambda: None) if lost else callback, **more)
+App.set_timer = set_timer
+""",
+}
+
+
 class Job:
     """Ranks of one run, driven by the test."""
 
@@ -120,6 +138,20 @@ def test_a_real_terminal_shows_64_ranks_and_takes_keys(
         assert terminal.until(lambda shown: "EXIT" in shown, "the end").split() == ["EXIT", "0"]
         assert not terminal.in_alternate_screen
     job.close()
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_new_size_is_found_with_the_next_sample_if_nothing_tells_it(
+    started: list[DaemonProcess], runtime_dir: Path, lost: str
+) -> None:
+    code = f"{LOST[lost]}\nfrom capd.cli.app import main\nmain(['top', '--interval', '0.5'])"
+    command = (sys.executable, "-c", code)
+    with Tmux(runtime_dir, command, columns=40, rows=40, **endpoint(started)) as terminal:
+        terminal.until(lambda shown: "no rank has connected" in shown, "the first sample")
+        terminal.resize(100, 20)
+        terminal.until(
+            lambda shown: "main reason" in shown and len(shown.splitlines()) == 20, "the other size"
+        )
 
 
 def test_a_killed_daemon_leaves_its_last_values_and_comes_back(
