@@ -11,6 +11,9 @@ import pytest
 from tests.kit import forking
 
 JOB = """
+from capd_client.process import together
+# A line of all ranks is written with the last of them, which may be late on a busy machine. The others are at the end.
+together.GATHER_S = 120.0
 import os, sys, torch, capd_client
 from torch import distributed, nn
 
