@@ -140,7 +140,11 @@ def test_a_nan_at_one_step_of_one_rank_is_an_alert_within_three_seconds(start: S
         assert all(one.stdout is not None and one.stdout.readline() == "done\n" for one in ranks)
 
         # Log, metric, STATS and the command line say the same.
-        [line] = [line for line in daemon.text().splitlines() if "[trigger] run run: nan" in line]
+        # The alert is in its file before it is logged.
+        [line] = wait_for(
+            lambda: [line for line in daemon.text().splitlines() if "[trigger] run run: nan" in line],
+            "the line",
+        )
         assert "rank 1, iteration 23" in line
         name = (
             "capd_alerts_total",
@@ -177,7 +181,9 @@ def test_a_rule_stops_and_begins_the_capture_of_a_job(start: Start, action: str,
         assert rank.stdout is not None
         # The rank waits, so that the order is there before its next step.
         wait_for(lambda: has_order(daemon), "the order")
-        [said] = re.findall(r"nan: \S+: ordered from iteration (\d+) on", daemon.text())
+        [said] = wait_for(
+            lambda: re.findall(r"nan: \S+: ordered from iteration (\d+) on", daemon.text()), "the line"
+        )
         rank.stdin.write("go on\n")
         rank.stdin.flush()
         assert rank.stdout.readline() == "done\n"
