@@ -49,16 +49,12 @@ class RunLock:
         until = time.monotonic() + patience_s
         while True:
             try:
-                if is_there:
-                    # Without parents: a run that was just removed is not made again.
-                    (run / ".capd").mkdir(mode=0o700, exist_ok=True)
-                else:
-                    make_directory(run / ".capd")
-                fd = _opened(run, os.O_RDWR | os.O_CREAT)
+                fd = _made(run, is_there=is_there)
             except FileNotFoundError:
-                # A removal may take the directory along between the two lines above.
+                # A removal may take the directory along before its lock file is opened.
                 if is_there or time.monotonic() >= until:
                     raise
+                time.sleep(_RETRY_S)
                 continue
             try:
                 # After the wait, the run may have been removed with its lock file.
@@ -86,9 +82,7 @@ class RunLock:
             OSError: The lock file cannot be made, or the run is not there.
         """
         until = time.monotonic() + patience_s
-        # Without parents: a run that was just removed is not made again.
-        (run / ".capd").mkdir(mode=0o700, exist_ok=True)
-        fd = _opened(run, os.O_RDWR | os.O_CREAT)
+        fd = _made(run, is_there=True)
         try:
             while not _lock(fd, fcntl.F_WRLCK, run):
                 if time.monotonic() >= until:
@@ -132,6 +126,16 @@ def is_written(run: Path) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _made(run: Path, *, is_there: bool) -> int:
+    """Open the lock file, and make it and its directory if they are missing."""
+    if is_there:
+        # Without parents: a run that was just removed is not made again.
+        (run / ".capd").mkdir(mode=0o700, exist_ok=True)
+    else:
+        make_directory(run / ".capd")
+    return _opened(run, os.O_RDWR | os.O_CREAT)
 
 
 def _opened(run: Path, flags: int) -> int:
