@@ -59,8 +59,9 @@ def test_a_rank_killed_at_a_random_moment_leaves_the_last_iterations_of_all(
     last = max(row[0] for row in whole)
     assert abs(keep["iteration"] - last) <= 1
     # It may have died between a capture and the line of the job's own hook about it, or the other way round.
+    # The line may have been the first one of its iteration.
     unknown, missing = found[0] - whole, whole - found[0]
-    assert {row[0] for row in unknown} <= {last}
+    assert {row[0] for row in unknown} in (set(), {last}, {last + 1})
     assert unknown.total() <= BETWEEN
     assert rows[0]["dropped"].keys() <= {"expired", "rank_died"}
     assert missing.total() <= rows[0]["dropped"].get("rank_died", 0) + BETWEEN
