@@ -180,12 +180,15 @@ class StatsSum:
     _absmax: Optional[Number]
     _sum: _Sum
     _sum_sq: _Sum
+    _sum_cube: _Sum
+    _sum_fourth: _Sum
     _exponents: Counter[int]
 
     def __init__(self) -> None:
         self._count = self._nan = self._inf = self._zero = 0
         self._min = self._max = self._absmax = None
         self._sum, self._sum_sq = _Sum(), _Sum()
+        self._sum_cube, self._sum_fourth = _Sum(), _Sum()
         self._exponents = Counter()
 
     def add(self, stats: Stats) -> None:
@@ -193,6 +196,8 @@ class StatsSum:
         self._add(stats.count, stats.nan, stats.inf, stats.zero, (stats.min, stats.max, stats.absmax))
         self._sum.add(stats.sum)
         self._sum_sq.add(stats.sum_sq)
+        self._sum_cube.add(stats.sum_cube)
+        self._sum_fourth.add(stats.sum_fourth)
         self._exponents.update(stats.exponent_histogram)
 
     def add_sum(self, other: StatsSum) -> None:
@@ -200,6 +205,8 @@ class StatsSum:
         self._add(other._count, other._nan, other._inf, other._zero, (other._min, other._max, other._absmax))
         self._sum.add_sum(other._sum)
         self._sum_sq.add_sum(other._sum_sq)
+        self._sum_cube.add_sum(other._sum_cube)
+        self._sum_fourth.add_sum(other._sum_fourth)
         self._exponents.update(other._exponents)
 
     def _add(self, count: int, nan: int, inf: int, zero: int, ends: tuple[Optional[Number], ...]) -> None:
@@ -218,7 +225,7 @@ class StatsSum:
         return public(
             StatsRow(
                 self._count, self._nan, self._inf, self._zero, self._min, self._max, self._absmax,
-                self._sum.value, self._sum_sq.value, exponents,
+                self._sum.value, self._sum_sq.value, exponents, self._sum_cube.value, self._sum_fourth.value,
             )
         )  # fmt: skip
 

@@ -25,7 +25,9 @@ _KEY = {
     "operation": "string", "component": "string", "tensor_name": "string", "module": "string", "stack": "string",
 }  # fmt: skip
 _COUNTS = ("count", "nan", "inf", "zero")
-_NUMBERS = ("min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+_NUMBERS = (
+    "min", "max", "absmax", "mean", "std", "kurtosis", "crest", "sum", "sum_sq", "sum_cube", "sum_fourth",
+)  # fmt: skip
 
 
 def export_table(run_id: str, chosen: Sequence[Series], out: Path) -> Iterator[ExportedFile]:

@@ -17,6 +17,7 @@ from typing import Literal
 from capd.rules.format_errors import ERROR_KINDS, MEASURED_FORMATS, FormatErrors
 from capd.rules.ranges import ELEMENTS_OF, FORMAT_RANGES, FormatRange
 from capd.store.format.frames import StatsRow
+from capd.store.format.statistics import public
 from capd_client.errors import ConfigError
 
 __all__ = ["METRIC_NAMES", "RuleMetric", "parse_metric", "scalar_value"]
@@ -87,6 +88,14 @@ def _std(stats: StatsRow) -> float | None:
     return math.sqrt(max(0.0, square - mean * mean)) if math.isfinite(square) else math.inf
 
 
+def _kurtosis(stats: StatsRow) -> float | None:
+    return public(stats).kurtosis
+
+
+def _crest(stats: StatsRow) -> float | None:
+    return public(stats).crest
+
+
 def _zeros(stats: StatsRow) -> float | None:
     return stats.zero / stats.count if stats.count else None
 
@@ -100,6 +109,12 @@ _PLAIN: dict[str, RuleMetric] = {
         RuleMetric("mean", "tensor", -math.inf, math.inf, "the mean", _mean),
         RuleMetric("std", "tensor", 0, math.inf, "the standard deviation", _std),
         RuleMetric("rms", "tensor", 0, math.inf, "the root of the mean square", _rms),
+        RuleMetric(
+            "kurtosis", "tensor", 1, math.inf, "the fourth moment over the square of the variance", _kurtosis
+        ),
+        RuleMetric(
+            "crest", "tensor", 1, math.inf, "the largest magnitude over the root of the mean square", _crest
+        ),
         RuleMetric("zeros", "tensor", 0, 1, "the share of zeros", _zeros),
         RuleMetric(
             "jump", "tensor", 0, math.inf, "the largest magnitude over that of the series' last record"

@@ -11,7 +11,7 @@ import torch
 
 from capd_client.devstats.formulas import exponent_bins
 from capd_client.devstats.tables import values_of_codes
-from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
+from capd_client.protocol.statistics_row import BINS, EXPONENT_BINS, ROW_FIELDS
 
 __all__ = ["fill_from_codes", "has_codes"]
 
@@ -35,7 +35,7 @@ def fill_from_codes(flat: torch.Tensor, row: torch.Tensor) -> None:
     values = table[used]
     weights = histogram[used].to(torch.float64)[:, None].expand_as(values)
     finite, nan = values.isfinite(), values.isnan()
-    head, exponents = row[: len(ROW_FIELDS)], row[len(ROW_FIELDS) :]
+    head, exponents, powers = row[: len(ROW_FIELDS)], row[BINS], row[BINS.stop :]
     exponents.copy_(torch.bincount(bins[used].flatten(), weights=weights.flatten(), minlength=EXPONENT_BINS))
     head[0] = weights.sum()
     head[1] = weights[nan].sum()
@@ -50,6 +50,8 @@ def fill_from_codes(flat: torch.Tensor, row: torch.Tensor) -> None:
     weighted = values * weights
     head[7] = weighted.sum()
     head[8] = weighted.mul_(values).sum()
+    powers[0] = weighted.mul_(values).sum()
+    powers[1] = weighted.mul_(values).sum()
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Optional
 import torch
 
 from capd_client.devstats.tables import values_of_codes
-from capd_client.protocol.statistics_row import EXPONENT_BINS, ROW_FIELDS
+from capd_client.protocol.statistics_row import EXPONENT_BINS, POWER_SUMS, ROW_FIELDS
 
 __all__ = ["exponent_bins", "fill_from_values"]
 
@@ -28,8 +28,8 @@ def fill_from_values(flat: torch.Tensor, row: torch.Tensor, *, blind: bool) -> N
 
     blind: The host reads no result, because it would have to wait for the device.
     """
-    fields = torch.split(row, [1] * len(ROW_FIELDS) + [EXPONENT_BINS])
-    _, nan, inf, _, low, high, absmax, _, _, bins = fields
+    fields = torch.split(row, [1] * len(ROW_FIELDS) + [EXPONENT_BINS] + [1] * len(POWER_SUMS))
+    _, nan, inf, _, low, high, absmax, _, _, bins, _, _ = fields
     row.zero_()
     low.fill_(math.inf)
     high.fill_(-math.inf)
@@ -70,7 +70,7 @@ def _values(block: torch.Tensor, table: Optional[torch.Tensor]) -> torch.Tensor:
 
 def _add(values: torch.Tensor, fields: tuple[torch.Tensor, ...], blind: bool) -> None:
     """Add a block of values to the fields of a row."""
-    count, nan, _, zero, low, high, _, total, squares, bins = fields
+    count, nan, _, zero, low, high, _, total, squares, bins, cubes, fourths = fields
     exponents = exponent_bins(values, blind)
     counts = _counted(exponents) if blind else torch.bincount(exponents, minlength=EXPONENT_BINS)
     count.add_(values.numel())
@@ -88,7 +88,11 @@ def _add(values: torch.Tensor, fields: tuple[torch.Tensor, ...], blind: bool) ->
     high.copy_(torch.maximum(high, most))
     wide = values.to(torch.float64)
     total.add_(wide.sum())
-    squares.add_(wide.square().sum())
+    square = wide.square()
+    squares.add_(square.sum())
+    # `wide` may be the tensor itself.
+    cubes.add_((wide * square).sum())
+    fourths.add_(square.mul_(square).sum())
 
 
 def _counted(bins: torch.Tensor) -> torch.Tensor:

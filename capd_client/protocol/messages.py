@@ -61,7 +61,7 @@ __all__ = [
     "Put", "Reject", "Welcome", "decode_client", "decode_daemon", "encode",
 ]  # fmt: skip
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_NBYTES = 1 << 20
 # Descriptors in one PUT.
 MAX_BATCH = 64

@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from capd_client.protocol.statistics_row import ROW_VALUES
+from capd_client.protocol.statistics_row import BINS, ROW_VALUES
 from capd_client.rowkernel.artifacts import BLOCK, COLUMNS, ROWS, SEGMENTS, WARPS
 
 __all__ = [
@@ -34,7 +34,8 @@ __all__ = [
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
 
 _VALUES = tl.constexpr(ROW_VALUES)
-_HEAD = tl.constexpr(ROW_VALUES - 256)
+_HEAD = tl.constexpr(BINS.start)
+_POWERS = tl.constexpr(BINS.stop)
 _WORDS = {"bfloat16": tl.bfloat16, "float32": tl.float32, "float16": tl.float16}
 
 
@@ -56,7 +57,7 @@ def merge_constants() -> dict[str, Any]:
 
 
 @triton.jit
-def _take(values, kept, sums, squares, low, high, nan, zero, bins, FOLD: tl.constexpr):
+def _take(values, kept, sums, squares, cubes, fourths, low, high, nan, zero, bins, FOLD: tl.constexpr):
     """Add one block of values to the results of this program; values that are not `kept` add nothing."""
     # Converted by its bits, because not every conversion keeps subnormals.
     if values.dtype == tl.bfloat16:
@@ -70,7 +71,10 @@ def _take(values, kept, sums, squares, low, high, nan, zero, bins, FOLD: tl.cons
     folded: tl.constexpr = values.shape[0] // FOLD
     wide = tl.reshape(wide, [folded, FOLD], can_reorder=True)
     sums += tl.sum(wide, axis=1)
-    squares += tl.sum(wide * wide, axis=1)
+    square = wide * wide
+    squares += tl.sum(square, axis=1)
+    cubes += tl.sum(square * wide, axis=1)
+    fourths += tl.sum(square * square, axis=1)
     least = tl.reshape(tl.where(finite, values, float("inf")), [folded, FOLD], can_reorder=True)
     most = tl.reshape(tl.where(finite, values, float("-inf")), [folded, FOLD], can_reorder=True)
     low = tl.minimum(low, tl.min(least, axis=1))
@@ -80,7 +84,7 @@ def _take(values, kept, sums, squares, low, high, nan, zero, bins, FOLD: tl.cons
     nan += tl.sum(tl.reshape(is_nan, [folded, FOLD], can_reorder=True), axis=1)
     zero += tl.sum(tl.reshape(is_zero, [folded, FOLD], can_reorder=True), axis=1)
     bins += tl.histogram(tl.where(kept, exponents, 0), 256)
-    return sums, squares, low, high, nan, zero, bins
+    return sums, squares, cubes, fourths, low, high, nan, zero, bins
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -104,6 +108,7 @@ def partial_rows(
     lanes = tl.arange(0, BLOCK)
     folded: tl.constexpr = BLOCK // FOLD
     sums, squares = tl.zeros([folded], tl.float64), tl.zeros([folded], tl.float64)
+    cubes, fourths = tl.zeros([folded], tl.float64), tl.zeros([folded], tl.float64)
     low, high = tl.full([folded], float("inf"), tl.float32), tl.full([folded], float("-inf"), tl.float32)
     nan, zero = tl.zeros([folded], tl.int32), tl.zeros([folded], tl.int32)
     bins = tl.zeros([256], tl.int32)
@@ -114,13 +119,13 @@ def partial_rows(
     while block < whole:
         read = tl.load(words + block * BLOCK + lanes)
         if WIDTH == 0:
-            sums, squares, low, high, nan, zero, bins = _take(
-                read, kept, sums, squares, low, high, nan, zero, bins, FOLD
+            sums, squares, cubes, fourths, low, high, nan, zero, bins = _take(
+                read, kept, sums, squares, cubes, fourths, low, high, nan, zero, bins, FOLD
             )
         for column in tl.static_range(WIDTH):
             values = tl.load(value_table + read.to(tl.int32) * WIDTH + column)
-            sums, squares, low, high, nan, zero, bins = _take(
-                values, kept, sums, squares, low, high, nan, zero, bins, FOLD
+            sums, squares, cubes, fourths, low, high, nan, zero, bins = _take(
+                values, kept, sums, squares, cubes, fourths, low, high, nan, zero, bins, FOLD
             )
         block += 1
     rest = count - whole * BLOCK
@@ -128,13 +133,13 @@ def partial_rows(
         kept = lanes < rest
         read = tl.load(words + whole * BLOCK + lanes, mask=kept, other=0)
         if WIDTH == 0:
-            sums, squares, low, high, nan, zero, bins = _take(
-                read, kept, sums, squares, low, high, nan, zero, bins, FOLD
+            sums, squares, cubes, fourths, low, high, nan, zero, bins = _take(
+                read, kept, sums, squares, cubes, fourths, low, high, nan, zero, bins, FOLD
             )
         for column in tl.static_range(WIDTH):
             values = tl.load(value_table + read.to(tl.int32) * WIDTH + column)
-            sums, squares, low, high, nan, zero, bins = _take(
-                values, kept, sums, squares, low, high, nan, zero, bins, FOLD
+            sums, squares, cubes, fourths, low, high, nan, zero, bins = _take(
+                values, kept, sums, squares, cubes, fourths, low, high, nan, zero, bins, FOLD
             )
         values_per_word: tl.constexpr = 2 if WIDTH == 2 else 1
         # The values that were not kept were counted in bin 0.
@@ -154,6 +159,8 @@ def partial_rows(
     tl.store(row + 6, tl.maximum(-least, most))
     tl.store(row + 7, tl.sum(sums))
     tl.store(row + 8, tl.sum(squares))
+    tl.store(row + _POWERS, tl.sum(cubes))
+    tl.store(row + _POWERS + 1, tl.sum(fourths))
     tl.store(row + _HEAD + exponents, bins.to(tl.float64))
 
 

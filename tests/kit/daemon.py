@@ -207,7 +207,7 @@ class Rank:
 
     def hello(self, **changes: Any) -> Hello:
         fields: dict[str, Any] = {
-            "protocol": 1, "client": self.client, "connection": self.ordinal, "run_id": self.run_id,
+            "protocol": 2, "client": self.client, "connection": self.ordinal, "run_id": self.run_id,
             "rank": self.rank, "host": "test", "pid": os.getpid(), "arena_nbytes": len(self.memory),
         }  # fmt: skip
         return Hello(**{**fields, **changes})

@@ -159,7 +159,7 @@ def converse(daemon: DaemonProcess, first: bytes, sent: list[bytes], opening: bo
             socket.send_fds(sock, [first], [fd] if first == ARENA_BYTE else [])
         if opening:  # most get in, so that what follows is heard
             hello = Hello(
-                protocol=1,
+                protocol=2,
                 client=os.urandom(16),
                 connection=1,
                 run_id="fuzz",

@@ -255,7 +255,7 @@ class Parts(RuleBasedStateMachine):
         self.socket.clear()
         self.connection += 1
         hello = Hello(
-            protocol=1, client=CLIENT, connection=self.connection, rank=0, arena_nbytes=len(self.arena)
+            protocol=2, client=CLIENT, connection=self.connection, rank=0, arena_nbytes=len(self.arena)
         )
         assert self.daemon.session.connect(hello) is None
         self.queue.reconnected()

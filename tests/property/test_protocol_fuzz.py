@@ -48,7 +48,7 @@ STEER = Steer(id=9, from_iteration=7, capturing=True, selection=SELECTION)
 MESSAGES = [
     encode(message)
     for message in (
-        Hello(protocol=1, client=b"c" * 16, connection=1, run_id="run", rank=0, arena_nbytes=1 << 20),
+        Hello(protocol=2, client=b"c" * 16, connection=1, run_id="run", rank=0, arena_nbytes=1 << 20),
         Define(id=0, key=KEY, dtype="bfloat16", attributes={"cast_from": "float32", "list": [1, None, 2.5]}),
         Put([Descriptor(n, 4096, 8, 0, (2, 2), Moment(iteration=n), metadata=b"{}") for n in range(3)]),
         Drops([DropRow(0, 1, 2, 3, 4, 5)]),
@@ -63,7 +63,7 @@ MESSAGES = [
         Drain(7),
         Drained(7),
         Keep(3, "loss spike", 12),
-        Welcome(protocol=1, epoch=b"e" * 16, run_id="run", store="/s", version="1"),
+        Welcome(protocol=2, epoch=b"e" * 16, run_id="run", store="/s", version="1"),
         Reject("run", "no", retry=True),
         Ack([(1, 5), (7, 9)]),
         Nack([NackRow(3, 1, "no room")]),

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["find_one", "show"]
 
-_STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+_STATISTICS = (
+    "count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "kurtosis", "crest", "sum",
+    "sum_sq",
+)  # fmt: skip
 _LABEL = len("sum_sq      ")
 # The time and the recomputation have lines of their own.
 _MOMENT = Moment.__struct_fields__[:-2]

@@ -20,7 +20,7 @@ from capd_client.errors import ProtocolError
 from capd_client.protocol.counter_page import PAGE_NBYTES
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.messages import Define, Descriptor, Part, Put
-from capd_client.protocol.statistics_row import NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
+from capd_client.protocol.statistics_row import BINS, NO_ROW_DTYPES, ROW_FIELDS, ROW_NBYTES
 
 __all__ = ["Checked", "believes_row", "check_put", "define_problem", "descriptor_problem"]
 
@@ -150,7 +150,7 @@ def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
     values = np.frombuffer(row, dtype="<f8")
     elements = math.prod(shape) * (2 if dtype == "float4_e2m1fn_x2" else 1)
     count, nan, infinite, zero, low, high, largest, _, squares = values[: len(ROW_FIELDS)].tolist()
-    bins = values[len(ROW_FIELDS) :]
+    bins, fourths = values[BINS], values[-1]
     whole = bins.astype(np.int64)
     if dtype in NO_ROW_DTYPES or whole.min() < 0 or not np.array_equal(whole, bins):
         return False
@@ -169,7 +169,7 @@ def believes_row(row: bytes, dtype: str, shape: tuple[int, ...]) -> bool:
         consistent = math.isfinite(largest) and low <= high and largest == max(abs(low), abs(high))
         if is_whole(dtype):
             consistent = consistent and low.is_integer() and high.is_integer() and largest <= _MAX_WHOLE
-    return bool(consistent and squares >= 0)
+    return bool(consistent and squares >= 0 and fourths >= 0)
 
 
 def _metadata_problem(metadata: bytes) -> str | None:

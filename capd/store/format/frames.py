@@ -103,6 +103,7 @@ class StatsRow(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         exponents: The sparse exponent histogram [bin, count, …].
+        sum_cube, sum_fourth: 0 in rows of version 1, which lacked them.
     """
 
     count: int = 0
@@ -115,6 +116,8 @@ class StatsRow(msgspec.Struct, array_like=True, gc=False):
     sum: float = 0.0
     sum_sq: float = 0.0
     exponents: list[int] = []
+    sum_cube: float = 0.0
+    sum_fourth: float = 0.0
 
 
 class RecordHead(msgspec.Struct, array_like=True, gc=False):

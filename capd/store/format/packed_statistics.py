@@ -7,29 +7,42 @@ from numpy.typing import NDArray
 
 from capd.store.format.frames import StatsRow
 from capd.store.format.statistics import is_whole
-from capd_client.protocol.statistics_row import ROW_FIELDS, ROW_VALUES
+from capd_client.protocol.statistics_row import BINS, ROW_FIELDS, ROW_VALUES
 
 __all__ = ["pack", "unpack"]
 
-_BINS = len(ROW_FIELDS)
+_HEAD, _POWERS = slice(BINS.start), slice(BINS.stop, ROW_VALUES)
 
 
 def pack(stats: StatsRow) -> bytes:
     """Return the bytes of the row. Whole numbers beyond 2^53 are rounded."""
     row = np.zeros(ROW_VALUES, dtype="<f8")
-    row[:_BINS] = [np.nan if (value := getattr(stats, name)) is None else value for name in ROW_FIELDS]
-    row[_BINS + np.array(stats.exponents[::2], dtype=np.intp)] = stats.exponents[1::2]
+    row[_HEAD] = [np.nan if (value := getattr(stats, name)) is None else value for name in ROW_FIELDS]
+    row[BINS.start + np.array(stats.exponents[::2], dtype=np.intp)] = stats.exponents[1::2]
+    row[_POWERS] = stats.sum_cube, stats.sum_fourth
     return row.tobytes()
 
 
 def unpack(row: NDArray[np.generic], dtype: str) -> StatsRow:
     """Return the statistics in a consistent row of a tensor of torch dtype `dtype`."""
-    count, nan, infinite, zero, low, high, largest, total, squares = row[:_BINS].tolist()
+    count, nan, infinite, zero, low, high, largest, total, squares = row[_HEAD].tolist()
     low, high, largest = (
         None if end != end else int(end) if is_whole(dtype) else end for end in (low, high, largest)
     )
-    used = np.flatnonzero(row[_BINS:])
-    exponents = np.stack([used, row[_BINS + used].astype(np.int64)], axis=-1).ravel().tolist()
+    used = np.flatnonzero(row[BINS])
+    exponents = np.stack([used, row[BINS.start + used].astype(np.int64)], axis=-1).ravel().tolist()
+    cubes, fourths = row[_POWERS].tolist()
     return StatsRow(
-        int(count), int(nan), int(infinite), int(zero), low, high, largest, total, squares, exponents
+        int(count),
+        int(nan),
+        int(infinite),
+        int(zero),
+        low,
+        high,
+        largest,
+        total,
+        squares,
+        exponents,
+        cubes,
+        fourths,
     )

@@ -398,7 +398,10 @@ def _flat(series: Series) -> Iterator[dict[str, Any]]:
         }
 
 
-_STATISTICS = ("count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "sum", "sum_sq")
+_STATISTICS = (
+    "count", "nan", "inf", "zero", "min", "max", "absmax", "mean", "std", "kurtosis", "crest", "sum",
+    "sum_sq", "sum_cube", "sum_fourth",
+)  # fmt: skip
 
 
 def open_store(place: str | os.PathLike[str] | Address) -> Store:

@@ -115,10 +115,13 @@ class SegmentWriter:
             self._columns = {name: [] for name in RECORD_COLUMNS}
 
 
+_SUMS = ("sum", "sum_sq", "sum_cube", "sum_fourth")
+
+
 def _plain(row: RecordRow) -> dict[str, Any]:
     """Return the columns of a record that only queries read."""
     stats = row.stats
-    numbers = dict.fromkeys(("count", "nan", "inf", "zero", "min", "max", "absmax", "sum", "sum_sq"))
+    numbers = dict.fromkeys(("count", "nan", "inf", "zero", "min", "max", "absmax", *_SUMS))
     found: dict[str, Any] = {
         **{name: getattr(row.moment, name) for name in _MOMENT},
         "shape": row.shape,
@@ -133,7 +136,7 @@ def _plain(row: RecordRow) -> dict[str, Any]:
         "exponent_counts": None,
     }
     if stats is not None:
-        found |= {name: getattr(stats, name) for name in ("count", "nan", "inf", "zero", "sum", "sum_sq")}
+        found |= {name: getattr(stats, name) for name in ("count", "nan", "inf", "zero", *_SUMS)}
         found |= {name: _float(getattr(stats, name)) for name in ("min", "max", "absmax")}
         found |= {"exponents": stats.exponents[::2], "exponent_counts": stats.exponents[1::2]}
     return found

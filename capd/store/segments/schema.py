@@ -35,7 +35,8 @@ SERIES_COLUMNS = (
 RECORD_COLUMNS = (
     "path", "iteration", "micro_batch", "call", "sample_idx", "batch_idx", "sequence_idx", "attempt", "time_ns",
     "recompute", "shape", "raw_bytes", "device", "requires_grad", "is_leaf", "metadata", "attributes", "count", "nan",
-    "inf", "zero", "min", "max", "absmax", "sum", "sum_sq", "exponents", "exponent_counts", *BODY_COLUMNS,
+    "inf", "zero", "min", "max", "absmax", "sum", "sum_sq", "sum_cube", "sum_fourth", "exponents", "exponent_counts",
+    *BODY_COLUMNS,
 )  # fmt: skip
 
 _KEY_INTEGERS = frozenset({"rank", "layer"})
@@ -70,6 +71,6 @@ def record_schema() -> Any:
         **texts, "recompute": pa.bool_(),
         "requires_grad": pa.bool_(), "is_leaf": pa.bool_(), "shape": pa.list_(pa.int64()),
         "exponents": pa.list_(pa.int16()), "exponent_counts": pa.list_(pa.int64()), "body": pa.binary(),
-        **{name: pa.float64() for name in ("min", "max", "absmax", "sum", "sum_sq")},
+        **{name: pa.float64() for name in ("min", "max", "absmax", "sum", "sum_sq", "sum_cube", "sum_fourth")},
     }  # fmt: skip
     return pa.schema([(name, types.get(name, pa.int64())) for name in RECORD_COLUMNS])

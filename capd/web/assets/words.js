@@ -128,4 +128,6 @@ Object.assign(CHINESE, {
   "No rule has fired. The rules are [[trigger]] in capd.toml.": "没有规则触发。规则是 capd.toml 中的 [[trigger]]。",
   "Older alerts are not listed; capd alerts prints all.": "更早的警报未列出；capd alerts 会打印全部。",
   "More series match than are drawn: the last layers are missing. Search for the module.": "匹配的 series 多于可绘制的数量：缺少最后的层。请按模块搜索。",
+  "kurtosis": "峰度",
+  "crest factor": "波峰因数",
 });

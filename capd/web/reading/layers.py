@@ -39,6 +39,8 @@ STATISTICS: Mapping[str, Callable[[Stats], float | int | None]] = {
     "absmax": lambda stats: stats.absmax,
     "std": lambda stats: stats.std,
     "mean": lambda stats: stats.mean,
+    "kurtosis": lambda stats: stats.kurtosis,
+    "crest": lambda stats: stats.crest,
     "nonfinite": lambda stats: stats.nan + stats.inf,
     "zero": lambda stats: 100 * stats.zero / stats.count if stats.count else None,
     **{

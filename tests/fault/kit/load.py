@@ -147,7 +147,7 @@ class LoadRank:
         self._connection, self._keys = Connection(sock.detach()), {}
         self._send(
             Hello(
-                protocol=1, client=self._client, connection=self._ordinal, run_id="run", rank=self.rank,
+                protocol=2, client=self._client, connection=self._ordinal, run_id="run", rank=self.rank,
                 host="test", pid=os.getpid(), arena_nbytes=ARENA_NBYTES,
             )
         )  # fmt: skip

@@ -148,7 +148,7 @@ def test_malformed_frames_after_the_handshake_end_the_connection_too(
 
 def trickle(sock: socket.socket, over: threading.Event) -> None:
     """A HELLO that never ends, a byte at a time."""
-    hello = encode(Hello(protocol=1, client=b"s" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES))
+    hello = encode(Hello(protocol=2, client=b"s" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES))
     for byte in itertools.chain(struct.pack("!i", 1000), itertools.cycle(hello)):
         if over.wait(0.1):
             return

@@ -42,7 +42,7 @@ export async function layers({ runs: [name] }, signal) {
   return { nodes: section(say("Layers by iteration"), say("From stored statistics. Press a cell to open its tensor."), el("div", { class: "controls" }, statistic, selects, el("label", { class: "control" }, `${say("search")} `, search)), out) };
 }
 
-const TEXTS = { absmax: word("absmax"), std: word("std"), mean: word("mean"), nonfinite: word("NaN and Inf"), zero: word("zeros (%)"), above: word("above {0} (%)"), below: word("below {0} (%)"), flushed: word("flushed by {0} (%)") };
+const TEXTS = { absmax: word("absmax"), std: word("std"), mean: word("mean"), kurtosis: word("kurtosis"), crest: word("crest factor"), nonfinite: word("NaN and Inf"), zero: word("zeros (%)"), above: word("above {0} (%)"), below: word("below {0} (%)"), flushed: word("flushed by {0} (%)") };
 
 function worded(statistic) {
   const [name, format] = statistic.split(":");

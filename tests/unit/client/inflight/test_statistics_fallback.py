@@ -192,7 +192,7 @@ def test_on_a_device_what_has_no_room_in_the_arena_leaves_its_row(peer: Peer, ri
     bits = source.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert_row(plain, daemon_row(summarise(source.numpy(), "float32")), source.numpy(), "float32")
     assert_row(cast, daemon_row(summarise(bits, "bfloat16")), bits, "bfloat16")
-    assert np.array_equal(held, plain)
+    assert_row(held, plain, source.numpy(), "float32")
     assert [record.descriptor.payload for record in peer.records] == [False] * 3
 
 

@@ -26,7 +26,7 @@ def test_a_daemon_that_refuses_before_hello_is_heard(tmp_path: Path) -> None:
         peer.close()
     fd = os.memfd_create("arena")
     try:
-        link.greet(fd, Hello(protocol=1, client=bytes(16), connection=1, rank=0, arena_nbytes=8192))
+        link.greet(fd, Hello(protocol=2, client=bytes(16), connection=1, rank=0, arena_nbytes=8192))
         assert link.receive() == [Reject("peer", "uid 7 may not connect")]
         with pytest.raises(EOFError):
             link.receive()

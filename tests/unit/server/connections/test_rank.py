@@ -94,7 +94,7 @@ class Line:
         self.ended: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(context,))
         self.thread.start()
-        self.send(Hello(protocol=1, client=CLIENT, connection=ordinal, rank=0, arena_nbytes=NBYTES))
+        self.send(Hello(protocol=2, client=CLIENT, connection=ordinal, rank=0, arena_nbytes=NBYTES))
 
     def _serve(self, context: ConnectionContext) -> None:
         try:

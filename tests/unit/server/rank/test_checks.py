@@ -188,7 +188,8 @@ def test_rows_of_real_tensors_are_believed(dtype: str, shape: tuple[int, ...]) -
     stats = summarise(bits, dtype)
 
     assert believes_row(pack(stats), dtype, shape)
-    assert unpack(np.frombuffer(pack(stats)), dtype) == stats
+    # The cubes of float64 may be Inf of both signs, and their sum NaN.
+    assert pack(unpack(np.frombuffer(pack(stats)), dtype)) == pack(stats)
 
 
 def test_a_row_without_finite_elements_is_believed() -> None:

@@ -121,7 +121,7 @@ def make() -> Iterator[Callable[..., Both]]:
         counters.attach(arena.words)
         own = queue(SlotAllocator(arena.start, arena.nbytes - arena.start), counters)
         own.journal.attach(arena.buffer, arena.layout)
-        hello = Hello(protocol=1, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
+        hello = Hello(protocol=2, client=CLIENT, connection=1, rank=0, arena_nbytes=arena.nbytes)
         seen, jobs = Arena(arena.fd, arena.nbytes), list[RecordJob]()
         submit = partial(_extend, jobs)
         rank = RankSession(Session(CLIENT, "run"), hello, seen, submit, lambda *_: None, 0, RunSteering())

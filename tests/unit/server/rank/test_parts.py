@@ -28,7 +28,7 @@ NBYTES = 30
 
 def connect(session: Session) -> Session:
     connection = (session.connection or 0) + 1
-    hello = Hello(protocol=1, client=CLIENT, connection=connection, rank=0, arena_nbytes=1 << 20)
+    hello = Hello(protocol=2, client=CLIENT, connection=connection, rank=0, arena_nbytes=1 << 20)
     assert session.connect(hello) is None
     return session
 

@@ -28,7 +28,7 @@ class Rank:
     def __init__(self) -> None:
         self.fd = memfd(NBYTES, seals=SEALS)
         self.jobs: list[RecordJob] = []
-        hello = Hello(protocol=1, client=b"c" * 16, connection=1, rank=0, arena_nbytes=NBYTES)
+        hello = Hello(protocol=2, client=b"c" * 16, connection=1, rank=0, arena_nbytes=NBYTES)
         arena = Arena(self.fd, NBYTES)
         self.session = RankSession(
             Session(b"c" * 16, "run"), hello, arena, self._submit, lambda *_: None, 0, RunSteering()

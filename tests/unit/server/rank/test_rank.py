@@ -46,7 +46,7 @@ def jobs() -> list[RecordJob]:
 def rank(jobs: list[RecordJob]) -> Iterator[RankSession]:
     fd = memfd(ARENA_NBYTES, seals=SEALS)
     write(fd, _row().tobytes(), PAGE_NBYTES)
-    hello = Hello(protocol=1, client=b"c" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES)
+    hello = Hello(protocol=2, client=b"c" * 16, connection=1, rank=0, arena_nbytes=ARENA_NBYTES)
     arena = Arena(fd, ARENA_NBYTES)
     os.close(fd)
     made = RankSession(
@@ -67,8 +67,8 @@ def rank(jobs: list[RecordJob]) -> Iterator[RankSession]:
 def _row() -> np.ndarray:
     """A consistent row with a large number in every bin."""
     row = np.zeros(ROW_VALUES)
-    row[9:] = np.arange(256) + 1000
-    row[:9] = row[9:].sum(), row[-1], 0, 0, 0, 1, 1, 0, 0
+    row[9:265] = np.arange(256) + 1000
+    row[:9] = row[9:].sum(), row[264], 0, 0, 0, 1, 1, 0, 0
     return row
 
 

@@ -32,7 +32,7 @@ STORE = DROP_REASONS.index(DropReason.STORE_ERROR)
 
 
 def hello(connection: int) -> Hello:
-    return Hello(protocol=1, client=CLIENT, connection=connection, rank=0, arena_nbytes=1 << 20)
+    return Hello(protocol=2, client=CLIENT, connection=connection, rank=0, arena_nbytes=1 << 20)
 
 
 def item(sequence: int, iteration: int = 0) -> Descriptor:

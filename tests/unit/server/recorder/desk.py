@@ -95,7 +95,7 @@ class DeskRank:
     def join(self, session: Session, connection: int) -> None:
         self.session = session
         hello = Hello(
-            protocol=1, client=self.client, connection=connection, run_id="run", rank=0, pid=1, arena_nbytes=0
+            protocol=2, client=self.client, connection=connection, run_id="run", rank=0, pid=1, arena_nbytes=0
         )
         assert session.connect(hello) is None
         session.define(DEFINE, 100)

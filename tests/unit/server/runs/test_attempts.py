@@ -20,7 +20,7 @@ JUST_NOW = -1
 
 def hello(**changes: Any) -> Hello:
     values: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": 2,
         "client": bytes(16),
         "connection": 1,
         "rank": 0,

@@ -45,7 +45,7 @@ class Ranks:
 
     def _join(self, number: int) -> RankSession:
         hello = Hello(
-            protocol=1, client=os.urandom(16), connection=1, run_id="run", rank=number, arena_nbytes=NBYTES
+            protocol=2, client=os.urandom(16), connection=1, run_id="run", rank=number, arena_nbytes=NBYTES
         )
         fd = memfd()
         arena = Arena(fd, NBYTES)

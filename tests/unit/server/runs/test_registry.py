@@ -60,7 +60,7 @@ def join(registry: Registry, run_id: str | None, process: int | None = None) -> 
     fd = memfd()
     try:
         hello = Hello(
-            protocol=1, client=os.urandom(16), connection=1, run_id=run_id, rank=0, arena_nbytes=NBYTES
+            protocol=2, client=os.urandom(16), connection=1, run_id=run_id, rank=0, arena_nbytes=NBYTES
         )
         return registry.admit(hello, fd, process)
     finally:
@@ -239,7 +239,7 @@ def test_a_process_that_lives_on_without_a_connection_is_no_rank_any_more_until_
 ) -> None:
     """After exec the process of a rank is another program: it holds up neither its memory nor the end of its run."""
     client, fd = os.urandom(16), memfd()
-    hello = Hello(protocol=1, client=client, connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
+    hello = Hello(protocol=2, client=client, connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
     write(fd, struct.pack("3Q", 3, 0, 1), 8)  # offered 3, one in flight
     rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
     rank.apply(1, lambda session: session.define(DEFINE, 10))
@@ -357,7 +357,7 @@ def test_the_row_of_a_rank_that_came_back_is_the_last_one(
     look: the look of the clock at the dead rank's row after which the rank comes.
     """
     fd = memfd()
-    hello = Hello(protocol=1, client=os.urandom(16), connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
+    hello = Hello(protocol=2, client=os.urandom(16), connection=1, run_id="one", rank=0, arena_nbytes=NBYTES)
     rank = registry.admit(hello, fd, os.pidfd_open(os.getpid()))
     rank.disconnect(1)
     rank.process.lost_at -= RETURN_S + 1
@@ -428,7 +428,7 @@ def test_counters_beyond_all_measure_keep_nobody_from_the_counters(registry: Reg
         fd = memfd()
         write(fd, b"\xff" * (PAGE_NBYTES - 8), 8)
         hello = Hello(
-            protocol=1, client=os.urandom(16), connection=1, run_id="run", rank=0, arena_nbytes=NBYTES
+            protocol=2, client=os.urandom(16), connection=1, run_id="run", rank=0, arena_nbytes=NBYTES
         )
         rank = registry.admit(hello, fd, None)
         os.close(fd)

@@ -82,7 +82,7 @@ def test_the_arena_of_a_dead_rank_goes_before_its_launcher_has_collected_it(
     monkeypatch.setattr("capd.server.process._COLLECTED_S", 1000.0)  # however slow this test is
     job = subprocess.Popen(["sleep", "600"])
     hello = Hello(
-        protocol=1,
+        protocol=2,
         client=os.urandom(16),
         connection=1,
         run_id="run",

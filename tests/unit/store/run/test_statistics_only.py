@@ -24,7 +24,7 @@ from capd.store.repair.catalog import rebuild_catalog
 from capd.store.verify.run import verify_run
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Key
-from capd_client.protocol.statistics_row import ROW_FIELDS, ROW_NBYTES, ROW_VALUES
+from capd_client.protocol.statistics_row import BINS, POWER_SUMS, ROW_FIELDS, ROW_NBYTES, ROW_VALUES
 from tests.kit import tiers
 from tests.kit.store.damaging import flip, frames, image, spool
 from tests.kit.store.reading import published_rows
@@ -32,7 +32,7 @@ from tests.kit.store.repairing import repaired
 from tests.kit.store.writing import CLIENT, Writer, key
 
 RNG = np.random.default_rng(5)
-SUMS = [ROW_FIELDS.index("sum"), ROW_FIELDS.index("sum_sq")]
+SUMS = [ROW_FIELDS.index("sum"), ROW_FIELDS.index("sum_sq"), BINS.stop, BINS.stop + 1]
 SERIES = "bf16/rank0/layer0/pre/tensor.forward.input"
 What = tuple[Key, str, int, int, tuple[int, ...]]  # key, dtype, iteration, call and shape of a tensor
 Expected = dict[What, NDArray[np.float64]]  # its statistics row
@@ -80,7 +80,7 @@ def assert_statistics(run: Path, expected: Expected) -> None:
         for record in series.records if series.kept == "statistics" else ():
             what = (series.key, series.dtype, record.iteration, record.call, record.shape)
             assert what not in found
-            numbers = {name: getattr(record.stats, name) for name in ROW_FIELDS}
+            numbers = {name: getattr(record.stats, name) for name in (*ROW_FIELDS, *POWER_SUMS)}
             bins = [n for pair in record.stats.exponent_histogram.items() for n in pair]
             found[what] = np.frombuffer(pack(StatsRow(**numbers, exponents=bins)))
     assert_rows(found, expected)
