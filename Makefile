@@ -9,7 +9,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
-EXCHANGE := .venv-exchange
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_PYTHON := $(BIN)/python
@@ -17,7 +16,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs cli-page pictures test test-all test-store test-exchange check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
+.PHONY: help setup demo docs cli-page pictures test test-all test-store check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,18 +68,6 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 	fi; \
 	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault" $(TEST_ARGS)
 
-$(EXCHANGE)/.installed: constraints-exchange.txt constraints-exchange-8.txt | setup
-	rm -rf $(EXCHANGE)
-	$(PYTHON) -m venv $(EXCHANGE)
-	$(EXCHANGE)/bin/python -m pip install --quiet --no-compile --no-deps -r constraints-exchange.txt
-	$(EXCHANGE)/bin/python -m pip install --quiet --no-compile --no-deps --target $(EXCHANGE)/mindstudio-probe-8 -r constraints-exchange-8.txt
-	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'); \
-	echo "import site; site.addsitedir('$$site')" > $$($(EXCHANGE)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_of_capd.pth
-	touch $@
-
-test-exchange: setup $(EXCHANGE)/.installed ## Open exports with the tools that they are for, and read what these write
-	$(PYTEST) tests/integration/exchange $(TEST_ARGS)
-
 check: check-static test ## Everything that must pass before a change lands
 
 check-static: format lint type imports docs ## Formatting, lint, types, import directions and the documentation site, without tests
@@ -112,7 +99,6 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
 	$(BIN)/python benchmarks/training_overhead.py --live --rounds 24 --steps 8
 	$(BIN)/python benchmarks/first_seconds.py
-	$(BIN)/python benchmarks/products/check.py
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/scrapes.py
 	$(BIN)/python benchmarks/live/top.py
@@ -123,7 +109,6 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/compare.py
-	$(BIN)/python benchmarks/products/replay.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/cluster/workers.py
 	$(BIN)/python benchmarks/cluster/cluster_model.py

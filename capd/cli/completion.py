@@ -16,9 +16,8 @@ from typing import Any
 import typer
 
 __all__ = [
-    "any_of", "any_where", "field_lists", "format_lists", "lists_of", "pairs_between", "recipe_lists", "run_names",
-    "run_words",
-    "series_paths", "store_paths", "store_roots", "tag_words", "values_of",
+    "any_of", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words", "series_paths",
+    "store_paths", "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
 Complete = Callable[[typer.Context, str], list[str]]
@@ -53,12 +52,6 @@ def any_of(*words: str) -> Complete:
     return _offered(lambda _ctx, _incomplete: words)
 
 
-def any_where(field: str, value: str, words: Iterable[str], others: Iterable[str]) -> Complete:
-    """Complete one of these words where an argument has this value, one of the others elsewhere."""
-    # After an option that still lacks its value, the argument is no parameter yet.
-    return _offered(lambda ctx, _incomplete: words if value in (ctx.params.get(field), *ctx.args) else others)
-
-
 def lists_of(*words: str) -> Complete:
     """Complete these words with commas between them."""
     return _offered(lambda _ctx, incomplete: _listed(incomplete, words))
@@ -75,15 +68,6 @@ def format_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
     from capd_client.formats.spec import FORMATS
 
     return _listed(incomplete, FORMATS)
-
-
-@_offered
-def recipe_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
-    """Complete recipes with commas between them."""
-    from capd_client.formats.spec import FORMATS
-    from capd_client.recipes.presets import PRESETS
-
-    return _listed(incomplete, ("none", *PRESETS, *FORMATS))
 
 
 @_offered

@@ -28,16 +28,7 @@ from capd.store.read.series import Record, Series
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import MAX_METADATA_NBYTES
 
-__all__ = [
-    "TENSOR_NAMES",
-    "Capture",
-    "Naming",
-    "TensorNames",
-    "capture_of",
-    "dictionary_of",
-    "foreign_capture",
-    "standard_metadata",
-]
+__all__ = ["TENSOR_NAMES", "Capture", "Naming", "TensorNames", "capture_of", "dictionary_of"]
 
 T = TypeVar("T")
 TensorNames = Literal["tensor_saver", "capd"]
@@ -101,6 +92,21 @@ def dictionary_of(
     The caller's metadata are next to the standard fields. If a caller's field has the name of a standard field, only
     the copy under "capd" keeps it.
     """
+    key = naming.shown(series.key)
+    standard = {
+        "layer_type": key.layer_type or "unknown",
+        "operation": key.operation,
+        "quant_type": key.quant_type,
+        "tensor_name": key.tensor_name,
+        "layer_idx": naming.layer(key),
+        "phase": key.phase or "unknown",
+        "component": key.component or "unknown",
+        "rank": key.rank,
+        "sample_idx": record.sample_idx or 0,
+        "iteration": record.iteration,
+        "save_time": time.strftime(_SAVE_TIME, time.localtime(record.time_ns // 1_000_000_000)),
+    }
+    left_out = _ADDED_LATER.get(naming.scheme, set())
     return {
         "tensor": tensor,
         "tensor_info": {
@@ -113,30 +119,10 @@ def dictionary_of(
         },
         "metadata": {
             **record.metadata,
-            **standard_metadata(series.key, record, naming),
+            **{name: value for name, value in standard.items() if name not in left_out},
             "capd": _origin(run_id, series, record),
         },
     }
-
-
-def standard_metadata(key: Key, moment: Moment | Record, naming: Naming) -> dict[str, Any]:
-    """Return the standard fields of the metadata, as the naming scheme has them."""
-    shown = naming.shown(key)
-    standard = {
-        "layer_type": shown.layer_type or "unknown",
-        "operation": shown.operation,
-        "quant_type": shown.quant_type,
-        "tensor_name": shown.tensor_name,
-        "layer_idx": naming.layer(shown),
-        "phase": shown.phase or "unknown",
-        "component": shown.component or "unknown",
-        "rank": shown.rank,
-        "sample_idx": moment.sample_idx or 0,
-        "iteration": moment.iteration,
-        "save_time": time.strftime(_SAVE_TIME, time.localtime(moment.time_ns // 1_000_000_000)),
-    }
-    left_out = _ADDED_LATER.get(naming.scheme, set())
-    return {name: value for name, value in standard.items() if name not in left_out}
 
 
 def _origin(run_id: str, series: Series, record: Record) -> dict[str, Any]:
@@ -206,29 +192,6 @@ def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: i
         json.dumps(own, ensure_ascii=False) if own else "",
         attributes,
     )
-
-
-def foreign_capture(
-    key: Mapping[str, Any],
-    moment: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-) -> Capture:
-    """Return the record of a tensor in a file of another tool.
-
-    Args:
-        key: The fields of its `Key`.
-        moment: The known fields of its `Moment`.
-        attributes: The attributes of its series.
-        metadata: What else the file says, of any depth and type.
-
-    Raises:
-        BadTensorFile: The fields do not name a record, or are too large.
-    """
-    named, when = _converted(dict(key), Key), _moment(moment)
-    kept, own = _plain(dict(attributes), _MAX_ATTRIBUTES_NBYTES), _plain(dict(metadata), MAX_METADATA_NBYTES)
-    _must_be_writable(named, kept)
-    return Capture(named, when, "cpu", False, False, json.dumps(own, ensure_ascii=False) if own else "", kept)
 
 
 def _read_origin(plain: Any) -> Origin:

@@ -7,26 +7,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from capd.pt_files.names import NameParts, name_parts
 
-__all__ = ["ImportSource", "TensorFile", "find_files"]
+__all__ = ["TensorFile", "find_files"]
 
 _ENDINGS = (".pt", ".pth", ".pkl")
 # The store keeps committed sequences for each client. A few sequences for each client give cheap catalog rows.
 _CLIENTS = 1 << 12
-
-
-class ImportSource(Protocol):
-    """A tensor to import: the path that names it, the bytes that loading takes, client and sequence in a store."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def capture(self) -> tuple[bytes, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +23,11 @@ class TensorFile:
 
     Attributes:
         nbytes: The file's size when it was found, 0 if it is unknown.
-        entry: The name of one tensor in a file of several, "" in a file of one.
     """
 
     directory: Path
     file_name: str
     nbytes: int
-    entry: str = ""
 
     @property
     def path(self) -> Path:
@@ -55,10 +41,8 @@ class TensorFile:
 
     @property
     def capture(self) -> tuple[bytes, int]:
-        """The client and the sequence of this file in a store. The same path, size and entry give the same values."""
+        """The client and the sequence of this file in a store. The same path and size give the same values."""
         named = f"{self.nbytes}:".encode() + os.fsencode(self.path)
-        if self.entry:
-            named += b"\0" + self.entry.encode(errors="surrogateescape")
         digest = hashlib.blake2b(named, digest_size=10, person=b"capd import").digest()
         client = int.from_bytes(digest[:2]) % _CLIENTS
         return client.to_bytes(2) + b"capd import   ", int.from_bytes(digest[2:]) >> 1

@@ -97,7 +97,7 @@ def test_scalars_are_offered_where_a_command_takes_them(capd: Capd, tmp_path: Pa
 
 
 def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
-    assert ask("re") == ["replay", "report"]
+    assert ask("re") == ["report"]
     assert ask("ls", "x", "--sort", "r") == ["records", "raw_bytes"]
     assert ask("ls", "x", "--by", "op") == ["operation"]
     assert ask("compare", "x", "--by", "layer,i") == ["layer,iteration"]
@@ -105,8 +105,6 @@ def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
     assert ask("du", "x", "--by", "run,q") == ["run,quant_type"]
     assert ask("plot", "x", "heat") == ["heatmap"]
     assert ask("plot", "x", "heatmap", "--metric", "s") == ["sqnr", "saturation"]
-    assert ask("plot", "x", "trend", "--metric", "s") == ["scales"]
-    assert ask("metrics", "x", "--metric", "rank,s") == ["rank,scales"]
     assert ask("export", "--to", "n") == ["npz"]
     assert ask("run", "--policy", "") == ["drop", "block", "thin", "stats"]
 

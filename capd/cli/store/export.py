@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from capd.cli.options import Json, flag, grouped, option
+from capd.cli.options import Json, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.scheduling import ClusterOptions
@@ -18,21 +17,18 @@ from capd.cli.store.export_tasks import ClusterExport
 from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import prose
 from capd.errors import ConfigError, NothingMatched
-from capd.exchange.peers import PEERS, ExportRequest, export_for
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
 
 if TYPE_CHECKING:
     from capd.output_directory import ExportedFile
-    from capd.store.read.scalars import Scalar
     from capd.store.read.series import Series
     from capd.store.read.store import Store
 
 __all__ = ["export"]
 
-_WITH_STATISTICS = ("parquet", "tensorboard")
 
-Format = Literal["pt", "npz", "safetensors", "parquet", "csv", "msprobe", "sglang", "tensorboard"]
+Format = Literal["pt", "npz", "safetensors", "parquet", "csv"]
 
 
 @grouped
@@ -56,12 +52,6 @@ def export(
     layer_base: Annotated[
         int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
     ] = 0,
-    logical: Annotated[
-        bool, flag("--logical", "pt, npz: whole tensors, put together from the parts of all ranks.")
-    ] = False,
-    repeat_weights: Annotated[
-        bool, flag("--repeat-weights", "msprobe: write a weight for every call, not once.")
-    ] = False,
     *,
     keys: KeyOptions,
     jobs: Annotated[
@@ -95,22 +85,11 @@ def export(
                    moment, shape and statistics; needs `pip install "capd[table]"`
       csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
                    name, rank, iteration, micro_batch, call, time_ns and value
-      msprobe      a dump of mindstudio-probe, DIR/step<N>/rank<R>/, for its
-                   compare and graph_visualize
-      sglang       one file per record, as sglang's dumper writes, in DIR/RUN: its
-                   comparator joins the parts of ranks and compares two runs
-      tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
-                   errors that the lab measured, scalars; needs
-                   `pip install "capd[tensorboard]"`
 
-    Only parquet and tensorboard have the records that keep only statistics. A file has its name only once it is
-    whole; the umask gives its mode. An interrupted export leaves whole files. A second export into the same directory
-    starts from the beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if
-    it is larger. docs/exchange.md describes the files for other tools.
+    Only parquet has the records that keep only statistics. A file has its name only once it is whole; the umask
+    gives its mode. An interrupted export leaves whole files. A second export into the same directory starts from the
+    beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
     docs/migration-files.md describes the .pt files.
-
-    With --logical, a file holds a whole tensor (docs/logical.md): DIR/QUANT_TYPE/….pt for each moment, or
-    DIR/QUANT_TYPE/NAME.npz. Nothing is written if a part of any of them is missing.
 
     \b
     Examples:
@@ -119,11 +98,9 @@ def export(
       capd export captures --to npz --tensor weight -o arrays
       capd export captures --to parquet -o table
       capd export captures --to csv -o scalars
-      capd export captures --logical --tensor weight -o whole
 
     \b
     Exit codes:
-      2  --logical: a part is missing or does not fit
       4  a scalar cannot be read; the others are written
       5  nothing matches
       6  the disk is full
@@ -135,23 +112,15 @@ def export(
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
     if to in ("csv", "parquet") and cluster.is_used:
         raise ConfigError(f"--to {to} is one table, which one process writes; leave --scheduler out")
-    if to in PEERS and cluster.is_used:
-        raise ConfigError(f"one process writes the files of --to {to}; leave --scheduler out")
-    naming = Naming(names, tensor_names, layer_base)
-    if logical:
-        if cluster.is_used:
-            raise ConfigError("--logical joins the parts in this process; leave --scheduler out")
-        _export_whole(opened, tests, keys, attempt_of(attempt), out, to, naming, as_json)
-        return
     if to == "csv":
         raise typer.Exit(_export_scalars(opened, tests, out, attempt_of(attempt), as_json))
     everything = opened.find(attempt=attempt_of(attempt))
     found = [series for series in everything if all(test(series.key) for test in tests)]
-    chosen = found if to in _WITH_STATISTICS else [series for series in found if series.kept == "tensor"]
+    chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
     if not chosen:
         if found:
             raise NothingMatched(
-                f"only series of statistics match in {opened.path}; --to parquet and --to tensorboard export them"
+                f"only series of statistics match in {opened.path}; --to parquet exports them"
             )
         raise keys.nothing_in(str(opened.path), (series.key for series in opened.series))
     if len(chosen) < len(found):
@@ -161,50 +130,14 @@ def export(
     if out is None:
         _say_how_much(chosen, Path(f"{opened.path.stem}-{to}"), to, as_json)
         return
+    naming = Naming(names, tensor_names, layer_base)
     if cluster.is_used:
         on_cluster = ClusterExport(cluster, to, attempt_of(attempt), naming, jobs)
         with on_cluster.files(opened, chosen, out) as written:
             _report(written, chosen, out, to, as_json)
         return
-    if to in PEERS:
-        scalars = partial(_scalars, opened, tests, attempt_of(attempt))
-        request = ExportRequest(opened.run_id, chosen, out, repeat_weights, scalars)
-        with settled_heap():
-            _report(export_for(to, request), chosen, out, to, as_json)
-        for reason, count in request.left_out.items():
-            note(f"{human_count(count, 'record')} left out, because {reason}")
-        return
     with settled_heap():
         _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
-
-
-def _scalars(opened: Store, tests: Tests, attempt: int | str) -> Sequence[Scalar]:
-    from capd.cli.store.scalar_tables import note_skipped
-    from capd.io.scalar_table import readable_scalars
-
-    read = readable_scalars(opened, tests, attempt)
-    note_skipped(read)
-    return read.found
-
-
-def _export_whole(
-    opened: Store, tests: Tests, keys: KeyOptions, attempt: int | str, out: Path | None, to: str, naming: Naming,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Export the selected whole tensors, or say how much that would be."""
-    from capd.cli.store.whole_tensors import chosen_tensors, whole_files
-
-    chosen, left_out = chosen_tensors(opened, tests, keys, attempt, to)
-    if left_out:
-        note(f"{left_out:,} tensors keep only statistics and are left out")
-    if out is None:
-        records = sum(map(len, chosen))
-        what = f"{human_count(records, 'record')} of {human_count(len(chosen), 'whole tensor')}"
-        said = f"{what}; nothing is written yet: -o {opened.path.stem}-whole writes it"
-        document = {"directory": None, "format": to, "records": records, "tensors": len(chosen)}
-        print_either(document, prose([said], 2), as_json=as_json)
-        return
-    _report(whole_files(opened, chosen, out, to, naming), chosen, out, to, as_json)
 
 
 def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:
@@ -244,12 +177,7 @@ def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) ->
 
 
 def _files(
-    run_id: str,
-    chosen: list[Series],
-    out: Path,
-    to: str,
-    naming: Naming,
-    jobs: int | None,
+    run_id: str, chosen: list[Series], out: Path, to: str, naming: Naming, jobs: int | None
 ) -> Iterator[ExportedFile]:
     if to == "parquet":
         from capd.io.table import export_table
@@ -265,21 +193,14 @@ def _files(
     return export_arrays(run_id, chosen, out, f".{to}")
 
 
-def _report(
-    written: Iterator[ExportedFile], chosen: Sequence[Sized], out: Path, to: str, as_json: bool
-) -> None:
+def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
     files = records = nbytes = raw_nbytes = 0
-    counted = {
-        "parquet": (1, "tables"),
-        "npz": (len(chosen), "series"),
-        "safetensors": (len(chosen), "series"),
-    }
-    total, what = counted.get(to) or (sum(map(len, chosen)), "records")
+    total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
+        to, (len(chosen), "series")
+    )
     with Progress(total, what) as progress:
         for file in written:
-            # Documents of a dump hold no record.
-            if file.records or to == "parquet":
-                progress.add(file.raw_nbytes)
+            progress.add(file.raw_nbytes)
             files, records = files + 1, records + file.records
             nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
     where = {"directory": str(out), "format": to}

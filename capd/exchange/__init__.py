@@ -1,1 +1,0 @@
-"""Files of other tools: the registry of the tools, and what their exports and imports share."""

@@ -1,1 +1,0 @@
-"""Dumps of mindstudio-probe (msprobe): written from records, and read into runs."""

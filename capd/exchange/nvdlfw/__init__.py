@@ -1,1 +1,0 @@
-"""The statistics logs of nvdlfw-inspect, read into a run as scalars."""

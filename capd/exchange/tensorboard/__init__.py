@@ -1,1 +1,0 @@
-"""The events that TensorBoard shows, written from statistics, errors of formats and scalars."""

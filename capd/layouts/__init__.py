@@ -1,1 +1,0 @@
-"""The comparison of whole tensors of two runs whose layouts differ, with limits from rounding."""

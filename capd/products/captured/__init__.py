@@ -1,1 +1,0 @@
-"""The tensors of each captured product, found among records without elements."""

@@ -1,1 +1,0 @@
-"""The figures of metrics over the steps of a run."""

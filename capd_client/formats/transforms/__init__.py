@@ -1,1 +1,0 @@
-"""Transforms that spread outliers over a block before it is quantised."""

@@ -1,1 +1,0 @@
-"""Files of other tools, for the tests of the exchange."""
