@@ -28,7 +28,15 @@ from capd.store.read.series import Record, Series
 from capd_client.protocol.key import Key, Moment
 from capd_client.protocol.messages import MAX_METADATA_NBYTES
 
-__all__ = ["TENSOR_NAMES", "Capture", "Naming", "TensorNames", "capture_of", "dictionary_of"]
+__all__ = [
+    "TENSOR_NAMES",
+    "Capture",
+    "Naming",
+    "TensorNames",
+    "capture_of",
+    "dictionary_of",
+    "foreign_capture",
+]
 
 T = TypeVar("T")
 TensorNames = Literal["tensor_saver", "capd"]
@@ -192,6 +200,29 @@ def capture_of(found: Any, name: NameParts | None, directory: str, layer_base: i
         json.dumps(own, ensure_ascii=False) if own else "",
         attributes,
     )
+
+
+def foreign_capture(
+    key: Mapping[str, Any],
+    moment: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> Capture:
+    """Return the record of a tensor in a file of another tool.
+
+    Args:
+        key: The fields of its `Key`.
+        moment: The known fields of its `Moment`.
+        attributes: The attributes of its series.
+        metadata: What else the file says, of any depth and type.
+
+    Raises:
+        BadTensorFile: The fields do not name a record, or are too large.
+    """
+    named, when = _converted(dict(key), Key), _moment(moment)
+    kept, own = _plain(dict(attributes), _MAX_ATTRIBUTES_NBYTES), _plain(dict(metadata), MAX_METADATA_NBYTES)
+    _must_be_writable(named, kept)
+    return Capture(named, when, "cpu", False, False, json.dumps(own, ensure_ascii=False) if own else "", kept)
 
 
 def _read_origin(plain: Any) -> Origin:

@@ -23,7 +23,7 @@ from capd.store.read.series import Record, Series, tensor_of
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 
-__all__ = ["export_pt", "named_records", "write_record"]
+__all__ = ["export_pt", "named_records", "save_object", "write_record"]
 
 # A smaller record is mostly work of Python, so threads would only wait for each other.
 _WORTH_A_THREAD_NBYTES = 256 << 10
@@ -71,7 +71,7 @@ def write_record(run_id: str, series: Series, record: Record, path: Path, naming
     bits = series.read(record.index)
     tensor = tensor_of(bits, series.dtype)
     found = dictionary_of(run_id, series, record, bits, tensor, naming)
-    return write_new(path, partial(_save, found))
+    return write_new(path, partial(save_object, found))
 
 
 def _in_order(chosen: Sequence[Series]) -> Iterator[tuple[Series, Record]]:
@@ -123,7 +123,8 @@ class _Names:
         return directory, self._counters[directory]
 
 
-def _save(found: dict[str, Any], file: BinaryIO) -> None:
+def save_object(found: Any, file: BinaryIO) -> None:
+    """Write an object with torch.save. Raises OSError if the file cannot be written."""
     import torch
 
     try:

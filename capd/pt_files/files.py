@@ -23,11 +23,13 @@ class TensorFile:
 
     Attributes:
         nbytes: The file's size when it was found, 0 if it is unknown.
+        entry: The name of one tensor in a file of several, "" in a file of one.
     """
 
     directory: Path
     file_name: str
     nbytes: int
+    entry: str = ""
 
     @property
     def path(self) -> Path:
@@ -41,8 +43,10 @@ class TensorFile:
 
     @property
     def capture(self) -> tuple[bytes, int]:
-        """The client and the sequence of this file in a store. The same path and size give the same values."""
+        """The client and the sequence of this file in a store. The same path, size and entry give the same values."""
         named = f"{self.nbytes}:".encode() + os.fsencode(self.path)
+        if self.entry:
+            named += b"\0" + self.entry.encode(errors="surrogateescape")
         digest = hashlib.blake2b(named, digest_size=10, person=b"capd import").digest()
         client = int.from_bytes(digest[:2]) % _CLIENTS
         return client.to_bytes(2) + b"capd import   ", int.from_bytes(digest[2:]) >> 1

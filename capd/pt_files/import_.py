@@ -29,7 +29,7 @@ from capd.store.run.run_store import RunStore
 from capd_client.protocol.dtypes import SUPPORTED_DTYPES
 from capd_client.protocol.key import MAX_NDIM
 
-__all__ = ["Outcome", "import_files", "load_file"]
+__all__ = ["Outcome", "import_files", "load_file", "stored_bits"]
 
 _MAX_EXPANSION = 64
 """The largest ratio of a tensor's bytes to the bytes of its storage (keys expanded over query heads, for example)."""
@@ -133,12 +133,16 @@ def load_file(file: TensorFile, layer_base: int) -> ImportedRecord:
     with opened(file.path) as stream:
         found = load_tensor_file(stream)
     capture = capture_of(found, file.name, file.directory.name, layer_base)
-    dtype, bits = _bits(found["tensor"])
+    dtype, bits = stored_bits(found["tensor"])
     return ImportedRecord(file, capture, dtype, bits)
 
 
-def _bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
-    """Return dtype and stored bits of a loaded tensor, with its memory and strides. A view of few bytes stays small."""
+def stored_bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
+    """Return dtype and stored bits of a loaded tensor, with its memory and strides. A view of few bytes stays small.
+
+    Raises:
+        BadTensorFile: The store keeps no such dtype, layout or shape.
+    """
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")

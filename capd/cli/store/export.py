@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
+_WITH_STATISTICS = ("parquet", "tensorboard")
 
-Format = Literal["pt", "npz", "safetensors", "parquet", "csv"]
+
+Format = Literal["pt", "npz", "safetensors", "parquet", "csv", "sglang", "tensorboard"]
 
 
 @grouped
@@ -85,10 +88,16 @@ def export(
                    moment, shape and statistics; needs `pip install "capd[table]"`
       csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
                    name, rank, iteration, micro_batch, call, time_ns and value
+      sglang       one file per record, as sglang's dumper writes them, in DIR/RUN:
+                   its comparator joins the parts of ranks and compares two runs
+      tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
+                   errors that the lab measured, scalars; needs
+                   `pip install "capd[tensorboard]"`
 
-    Only parquet has the records that keep only statistics. A file has its name only once it is whole; the umask
-    gives its mode. An interrupted export leaves whole files. A second export into the same directory starts from the
-    beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if it is larger.
+    Only parquet and tensorboard have the records that keep only statistics. A file has its name only once it is
+    whole; the umask gives its mode. An interrupted export leaves whole files. A second export into the same directory
+    starts from the beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if
+    it is larger. docs/exchange.md describes the files for other tools.
     docs/migration-files.md describes the .pt files.
 
     \b
@@ -110,17 +119,17 @@ def export(
     from capd.store.read.store import open_store
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
-    if to in ("csv", "parquet") and cluster.is_used:
-        raise ConfigError(f"--to {to} is one table, which one process writes; leave --scheduler out")
+    if to in ("csv", "parquet", "sglang", "tensorboard") and cluster.is_used:
+        raise ConfigError(f"--to {to} is written by one process; leave --scheduler out")
     if to == "csv":
         raise typer.Exit(_export_scalars(opened, tests, out, attempt_of(attempt), as_json))
     everything = opened.find(attempt=attempt_of(attempt))
     found = [series for series in everything if all(test(series.key) for test in tests)]
-    chosen = found if to == "parquet" else [series for series in found if series.kept == "tensor"]
+    chosen = found if to in _WITH_STATISTICS else [series for series in found if series.kept == "tensor"]
     if not chosen:
         if found:
             raise NothingMatched(
-                f"only series of statistics match in {opened.path}; --to parquet exports them"
+                f"only series of statistics match in {opened.path}; --to parquet and --to tensorboard export them"
             )
         raise keys.nothing_in(str(opened.path), (series.key for series in opened.series))
     if len(chosen) < len(found):
@@ -136,8 +145,27 @@ def export(
         with on_cluster.files(opened, chosen, out) as written:
             _report(written, chosen, out, to, as_json)
         return
+    left_out: Counter[str] = Counter()
     with settled_heap():
-        _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
+        if to == "tensorboard":
+            written = _events(opened, chosen, tests, out, attempt_of(attempt))
+        else:
+            written = _files(opened.run_id, chosen, out, to, naming, jobs, left_out)
+        _report(written, chosen, out, to, as_json)
+    for reason, count in left_out.items():
+        note(f"{human_count(count, 'record')} left out, because {reason}")
+
+
+def _events(
+    opened: Store, chosen: list[Series], tests: Tests, out: Path, attempt: int | str
+) -> Iterator[ExportedFile]:
+    from capd.cli.store.scalar_tables import note_skipped
+    from capd.exchange.tensorboard.export import export_tensorboard
+    from capd.io.scalar_table import readable_scalars
+
+    read = readable_scalars(opened, tests, attempt)
+    note_skipped(read)
+    return export_tensorboard(opened.run_id, chosen, read.found, out)
 
 
 def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:
@@ -177,8 +205,18 @@ def _say_how_much(chosen: list[Series], target: Path, to: str, as_json: bool) ->
 
 
 def _files(
-    run_id: str, chosen: list[Series], out: Path, to: str, naming: Naming, jobs: int | None
+    run_id: str,
+    chosen: list[Series],
+    out: Path,
+    to: str,
+    naming: Naming,
+    jobs: int | None,
+    left_out: Counter[str],
 ) -> Iterator[ExportedFile]:
+    if to == "sglang":
+        from capd.exchange.sglang.export import export_sglang
+
+        return export_sglang(run_id, chosen, out, left_out)
     if to == "parquet":
         from capd.io.table import export_table
 
@@ -195,9 +233,12 @@ def _files(
 
 def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
     files = records = nbytes = raw_nbytes = 0
-    total, what = {"pt": (sum(len(series) for series in chosen), "records"), "parquet": (1, "tables")}.get(
-        to, (len(chosen), "series")
-    )
+    records_in_all = sum(len(series) for series in chosen)
+    ranks = len({series.key.rank for series in chosen})
+    total, what = {
+        "pt": (records_in_all, "records"), "sglang": (records_in_all, "records"),
+        "parquet": (1, "tables"), "tensorboard": (ranks, "ranks"),
+    }.get(to, (len(chosen), "series"))  # fmt: skip
     with Progress(total, what) as progress:
         for file in written:
             progress.add(file.raw_nbytes)

@@ -1,9 +1,11 @@
-"""`capd import`: reads .pt files of tensor_saver or of `capd export --to pt` into a run."""
+"""`capd import`: reads files of tensor_saver, of `capd export` or of other tools into a run."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +16,12 @@ from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
+from capd.exchange.recognise import PEERS, Peer
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
-    from capd.pt_files.files import TensorFile
+    from capd.exchange.megatron.layers import Pipeline
     from capd.pt_files.import_ import Outcome
 
 __all__ = ["import_files"]
@@ -39,6 +42,19 @@ def import_files(
     ] = None,
     config: Config = None,
     layer_base: LayerBase = 0,
+    peer: Annotated[
+        Peer | None,
+        option("--from", "TOOL", f"Only files of this tool: {', '.join(PEERS)} [default: by the names]."),
+    ] = None,
+    stages: Annotated[
+        int, option("--pp", "N", "megatron: pipeline stages of the job.", min=1, max=99_999)
+    ] = 1,
+    chunks: Annotated[
+        int, option("--vpp", "N", "megatron: model chunks of each stage.", min=1, max=9_999)
+    ] = 1,
+    layers: Annotated[
+        int | None, option("--layers", "N", "megatron: layers of the whole model.", min=1, max=999_999)
+    ] = None,
     jobs: Annotated[
         int | None, option("--jobs", "N", "Threads that load and encode [default: the CPUs].", min=1, max=256)
     ] = None,
@@ -51,7 +67,9 @@ def import_files(
     """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
 
     Files of `capd export --to pt` become the same records again. docs/migration-files.md says how files of
-    tensor_saver are read. Nothing in a file is executed, and symbolic links are not followed. A file that is
+    tensor_saver are read, and docs/exchange.md how those of other tools are: of sglang's dumper, of Megatron-LM's
+    --save-activations, --save-dgrads and --save-wgrads, and the statistics logs of nvdlfw-inspect, which become
+    scalars. Nothing in a file is executed, and symbolic links are not followed. A file that is
     damaged, hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
 
     An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
@@ -62,6 +80,7 @@ def import_files(
     Examples:
       capd import ./enhanced_tensor_logs --store captures
       capd import ./old --run-id old --layer-base 1
+      capd import ./saved --pp 2 --layers 48
 
     \b
     Exit codes:
@@ -71,7 +90,7 @@ def import_files(
       7  a daemon owns the store
     """
     from capd.config import load_daemon_settings
-    from capd.pt_files.files import find_files
+    from capd.exchange.megatron.layers import Pipeline
     from capd.server.heap import settled_heap
     from capd.server.runs.names import check_run_id
 
@@ -79,16 +98,45 @@ def import_files(
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
     name = check_run_id(run_id or _run_name(directory))
-    files = find_files(directory)
-    if not files:
-        raise NothingMatched(f"no .pt, .pth or .pkl file in {directory}")
+    pipeline = Pipeline(stages, chunks, layers or 0)
+    files = _files(directory, peer, pipeline, layer_base)
     with settled_heap(), Progress(len(files), "files") as progress:
         outcomes = _Outcomes(progress)
-        _import(settings, name, files, layer_base, jobs, outcomes)
+        _import(settings, name, files, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
     document = {"run": str(run), "files": len(files), **outcomes.plain()}
     print_either(document, [f"{run}: {outcomes}"], as_json=as_json)
     raise typer.Exit(1 if outcomes.skipped else 0)
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files to import, and the function that imports them into a run."""
+
+    number: int
+    read: Callable[..., Iterator[Outcome]]
+
+    def __len__(self) -> int:
+        return self.number
+
+
+def _files(directory: Path, peer: Peer | None, pipeline: Pipeline, layer_base: int) -> FoundFiles:
+    from capd.exchange.foreign import import_foreign
+    from capd.exchange.recognise import peer_files
+    from capd.pt_files.files import find_files
+    from capd.pt_files.import_ import import_files
+
+    found = peer_files(directory, peer, pipeline)
+    if found is not None:
+        return FoundFiles(len(found[1]), lambda run, **how: import_foreign(run, found[1], **how))
+    if peer is not None:
+        raise NothingMatched(f"no file of {peer} in {directory}; leave --from out to import .pt files")
+    files = find_files(directory)
+    if not files:
+        raise NothingMatched(
+            f"no .pt, .pth or .pkl file in {directory}, and no file of {', '.join(PEERS)} (docs/exchange.md)"
+        )
+    return FoundFiles(len(files), lambda run, **how: import_files(run, files, layer_base=layer_base, **how))
 
 
 def _run_name(directory: Path) -> str:
@@ -98,12 +146,10 @@ def _run_name(directory: Path) -> str:
 def _import(
     settings: DaemonSettings,
     name: str,
-    files: list[TensorFile],
-    layer_base: int,
+    files: FoundFiles,
     jobs: int | None,
     outcomes: _Outcomes,
 ) -> None:
-    from capd.pt_files.import_ import import_files
     from capd.server.daemon import node_name
     from capd.server.limits import DiskBudget, raise_open_files, usable_cpus
     from capd.server.runs.root_lock import RootLock
@@ -122,13 +168,8 @@ def _import(
         budget = DiskBudget(root, None, settings.keep_free)
         run = RunStore(root, name, node, options)
         try:
-            for outcome in import_files(
-                run,
-                files,
-                threads=jobs or max(1, round(usable_cpus())),
-                layer_base=layer_base,
-                limit=budget.refusal,
-            ):
+            threads = jobs or max(1, round(usable_cpus()))
+            for outcome in files.read(run, threads=threads, limit=budget.refusal):
                 outcomes.take(outcome)
         finally:
             run.seal()

@@ -1,0 +1,1 @@
+"""The exchange of records with the files of other tools."""

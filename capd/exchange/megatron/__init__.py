@@ -1,0 +1,1 @@
+"""The files of Megatron-LM's `--save-activations`, `--save-dgrads` and `--save-wgrads`, read into a run."""

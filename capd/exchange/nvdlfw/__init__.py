@@ -1,0 +1,1 @@
+"""The statistics logs of nvdlfw-inspect, read into a run as scalars."""

@@ -1,0 +1,45 @@
+"""The tool that wrote the files of a directory, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from capd.exchange.foreign import ForeignFile
+from capd.exchange.megatron.import_ import megatron_files
+from capd.exchange.megatron.layers import Pipeline
+from capd.exchange.nvdlfw.import_ import nvdlfw_logs
+from capd.exchange.sglang.import_ import sglang_files
+
+__all__ = ["PEERS", "Peer", "peer_files"]
+
+Peer = Literal["sglang", "megatron", "nvdlfw"]
+PEERS: tuple[Peer, ...] = get_args(Peer)
+"""The tools whose files are recognised."""
+
+
+def peer_files(
+    root: Path, peer: Peer | None, pipeline: Pipeline
+) -> tuple[Peer, Sequence[ForeignFile]] | None:
+    """Return the tool that wrote the files below `root`, and these files. None if there is no file of a known tool.
+
+    Args:
+        root: The directory.
+        peer: The only tool to look for, None for all.
+        pipeline: The layout of a job of Megatron.
+
+    Raises:
+        OSError: If `root` cannot be read.
+    """
+    for name in PEERS if peer is None else (peer,):
+        found: Sequence[ForeignFile]
+        if name == "sglang":
+            found = sglang_files(root)
+        elif name == "megatron":
+            found = megatron_files(root, pipeline)
+        else:
+            found = nvdlfw_logs(root)
+        if found:
+            return name, found
+    return None

@@ -1,0 +1,1 @@
+"""The files of sglang's dumper, which its comparator opens: written from records, and read into a run."""

@@ -1,0 +1,1 @@
+"""The events that TensorBoard shows, written from statistics, errors of formats and scalars."""

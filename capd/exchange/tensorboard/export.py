@@ -1,0 +1,140 @@
+"""Writes statistics, errors of formats and scalars as TensorBoard's events: a run directory for each rank.
+
+Scalars are `STATISTIC/MODULE.TENSOR`, `sqnr_db/FORMAT/MODULE.TENSOR` where the lab measured errors, and the run's own
+scalars. The histogram `log2_abs/MODULE.TENSOR` has capd's exponent bins: the bucket that ends at e + 1 holds the values
+with 2^e ≤ |x| < 2^(e+1), and its count is exact. Zeros and float32 subnormals are the bucket up to -126. NaN and Inf
+are left out, and their number is a scalar. The step is the iteration. It needs the extra `tensorboard`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from capd.errors import CapdError
+from capd.output_directory import ExportedFile, locked_directory
+from capd.store.documents.names import component
+from capd.store.format.statistics import Stats
+from capd.store.read.scalars import Scalar
+from capd.store.read.series import Record, Series, import_extra
+
+__all__ = ["export_tensorboard", "histogram_buckets", "statistic_values"]
+
+_STATISTICS = ("absmax", "mean", "std", "kurtosis", "crest")
+_BIAS, _LEAST, _NON_FINITE = 127, 0, 255
+
+
+def export_tensorboard(
+    run_id: str, chosen: Sequence[Series], scalars: Sequence[Scalar], out: Path
+) -> Iterator[ExportedFile]:
+    """Write the events of series and scalars below `out`/RUN/rank<R>.
+
+    Elements are read only for records that were committed without statistics.
+
+    Yields:
+        The file of events of each rank, when it is whole.
+
+    Raises:
+        CapdError: The extra is missing, or the directory of a rank holds events already.
+        StoreBusy: Another export writes to `out`.
+        OSError: A file cannot be written.
+    """
+    import_extra("tensorboard", "tensorboard")
+    ranks = sorted({series.key.rank for series in chosen} | {scalar.rank for scalar in scalars})
+    with locked_directory(out):
+        for rank in ranks:
+            directory = out / component(run_id) / f"rank{rank}"
+            if directory.is_dir() and any(directory.iterdir()):
+                raise CapdError(f"{directory} holds files already; export into another directory")
+            directory.mkdir(parents=True, exist_ok=True)
+            own = [series for series in chosen if series.key.rank == rank]
+            records = _write(directory, own, [scalar for scalar in scalars if scalar.rank == rank])
+            path = next(directory.iterdir())
+            yield ExportedFile(path, path.stat().st_size, records, 0)
+
+
+def _write(directory: Path, chosen: Sequence[Series], scalars: Sequence[Scalar]) -> int:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    records = 0
+    with ExitStack() as stack:
+        writer = EventFileWriter(str(directory))
+        stack.callback(writer.close)
+        for series in chosen:
+            name = ".".join(filter(None, (series.key.stack, series.key.module, series.key.operation)))
+            name = f"{name}.{series.key.tensor_name}"
+            for record in series.fresh().records:
+                writer.add_event(_event(record, name))
+                records += 1
+        for scalar in scalars:
+            for iteration, value, time_ns in zip(
+                scalar.iterations.tolist(),
+                scalar.values.tolist(),
+                scalar.times.view("int64").tolist(),
+                strict=True,
+            ):
+                writer.add_event(_scalar_event(scalar.name, iteration, value, time_ns))
+                records += 1
+    return records
+
+
+def statistic_values(stats: Stats) -> dict[str, float]:
+    """Return the finite statistics of a record by their names, and its share of zeros and number of NaN and Inf."""
+    found = {name: getattr(stats, name) for name in _STATISTICS}
+    known = {
+        name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)
+    }
+    return {
+        **known,
+        "zeros": stats.zero / stats.count if stats.count else 0.0,
+        "nonfinite": stats.nan + stats.inf,
+    }
+
+
+def histogram_buckets(stats: Stats) -> tuple[list[float], list[float]]:
+    """Return the upper ends and the counts of the buckets of log2|x|, without gaps between the first and the last."""
+    bins = {
+        exponent: count for exponent, count in stats.exponent_histogram.items() if exponent != _NON_FINITE
+    }
+    if not bins:
+        return [], []
+    first, last = min(bins), max(bins)
+    ends = [float(exponent - _BIAS + 1) for exponent in range(first, last + 1)]
+    # An empty bucket begins the histogram: TensorBoard takes the first bucket's lower end to be -inf otherwise.
+    return [ends[0] - 1, *ends], [0.0, *(float(bins.get(exponent, 0)) for exponent in range(first, last + 1))]
+
+
+def _event(record: Record, name: str) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    stats = record.stats
+    values = [
+        Summary.Value(tag=f"{statistic}/{name}", simple_value=value)
+        for statistic, value in statistic_values(stats).items()
+    ]
+    for label, errors in record.errors.items():
+        if errors.sqnr_db is not None and math.isfinite(errors.sqnr_db):
+            values.append(Summary.Value(tag=f"sqnr_db/{label}/{name}", simple_value=errors.sqnr_db))
+    ends, counts = histogram_buckets(stats)
+    if ends:
+        centres = [end - 0.5 for end in ends]
+        histogram = HistogramProto(
+            min=ends[0], max=ends[-1], num=sum(counts),
+            sum=sum(at * count for at, count in zip(centres, counts, strict=True)),
+            sum_squares=sum(at * at * count for at, count in zip(centres, counts, strict=True)),
+            bucket_limit=ends, bucket=counts,
+        )  # fmt: skip
+        values.append(Summary.Value(tag=f"log2_abs/{name}", histo=histogram))
+    return Event(wall_time=record.time_ns / 1e9, step=record.iteration, summary=Summary(value=values))
+
+
+def _scalar_event(name: str, iteration: int, value: float, time_ns: int) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+    return Event(wall_time=time_ns / 1e9, step=iteration, summary=summary)

@@ -1,0 +1,62 @@
+"""`capd import` of statistics logs that nvdlfw-inspect itself wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from capd.store.read.store import open_store
+from tests.kit.store.cli import Result
+
+Capd = Callable[..., Result]
+WRITE = """
+import sys
+from nvdlfw_inspect.logging import initialize_logger, make_default_statistics_logger
+initialize_logger(sys.argv[1])
+logger = make_default_statistics_logger()
+for iteration in range(3):
+    logger.log_scalar("decoder.1.mlp.fc1_activation_fp8_current_scaling_underflows%", 1.5 + iteration, iteration)
+    logger.log_scalar("decoder.1.mlp.fc1_gradient_max", 1e-5, iteration)
+"""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("nvdlfw_inspect", reason="the logs are written by nvdlfw-inspect itself")
+    root = tmp_path_factory.mktemp("logs")
+    subprocess.run([sys.executable, "-c", WRITE, root], check=True, timeout=60)
+    return root
+
+
+def test_statistics_become_scalars_that_say_how_they_were_rounded(
+    capd: Capd, logs: Path, tmp_path: Path
+) -> None:
+    done = capd("import", logs, "--store", tmp_path / "runs", "--run-id", "te", "--json")
+
+    assert (done.code, done.json["imported"], done.json["skipped"]) == (0, 6, [])
+    store = open_store(tmp_path / "runs" / "te.zarr")
+    found = store.scalar("decoder.1.mlp.fc1_activation_fp8_current_scaling_underflows%", rank=0)
+    assert (found.iterations.tolist(), found.values.tolist()) == ([0, 1, 2], [1.5, 2.5, 3.5])
+    assert store.scalar("decoder.1.mlp.fc1_gradient_max", rank=0).values.tolist() == [0, 0, 0]
+    assert capd("import", logs, "--store", tmp_path / "runs", "--run-id", "te", "--json").json["already"] == 6
+
+
+def test_lines_that_are_no_statistic_are_named(capd: Capd, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "x_globalrank-3.log"
+    log.parent.mkdir()
+    line = "2026-01-01 00:00:00,000 - INFO - a_max \t\t\t\t iteration=000004 \t\t\t\t value={}\n"
+    log.write_text(
+        line.format("2.5000") + "nonsense\n" + line.format("nan") + "x" * 100_000 + "\n" + line.format("what")
+    )
+
+    done = capd("import", tmp_path / "logs", "--store", tmp_path / "runs", "--run-id", "te", "--json")
+
+    assert (done.code, done.json["imported"]) == (1, 2)
+    assert all("is no statistic" in one["reason"] for one in done.json["skipped"])
+    values = open_store(tmp_path / "runs" / "te.zarr").scalar("a_max", rank=3).values
+    assert values[0] == 2.5
+    assert values[1] != values[1]

@@ -1,0 +1,1 @@
+"""Files of other tools, for the tests of the exchange."""
