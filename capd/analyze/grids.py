@@ -54,6 +54,10 @@ class Grid:
     mantissa_bits: Mapping[int, int]
 
 
+# Under a scale of 1: 0.25 … 1.75 without exponents of 4 and 8 values, up to 7 with both.
+_HIF4 = Grid("hif4", 7.0, 0.25, 0.25, MappingProxyType({-2: 0, -1: 1, 0: 2, 1: 2, 2: 2}))
+
+
 @cache
 def grids() -> Mapping[str, Grid]:
     """Return all grids by their labels: hifp8, e4m3, e5m2, e3m2, e2m3, e2m1, bf16, fp16. Imports torch.
@@ -71,7 +75,7 @@ def grid_of(fmt: str, elem: str | None = None) -> Grid:
     """Return the grid of a format of `capd.formats`, or of its elements if it has any: `elem`, or else its default."""
     from capd_client.formats.spec import FORMATS
 
-    return grids()[elem or next(iter(FORMATS[fmt].elems), fmt)]
+    return _HIF4 if fmt == "hif4" else grids()[elem or next(iter(FORMATS[fmt].elems), fmt)]
 
 
 def _of_element(element: Element) -> Grid:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 __all__ = ["ERROR_KINDS", "MEASURED_FORMATS", "ErrorKind", "FormatErrors", "ScaleSpread"]
 
-MEASURED_FORMATS = ("bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hifp8")
+MEASURED_FORMATS = ("bf16", "fp16", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hif4", "hifp8")
 """The formats that a lab can measure, without torch. The tests compare them with `capd_client.formats`."""
 
 _WITHOUT_BLOCKS = ("bf16", "fp16", "hifp8")

@@ -1,13 +1,13 @@
-"""Number formats, exact to the bit: bf16, fp16, fp8, mxfp8, mxfp6, mxfp4, nvfp4 and hifp8.
+"""Number formats, exact to the bit: bf16, fp16, fp8, mxfp8, mxfp6, mxfp4, nvfp4, hif4 and hifp8.
 
     y = qdq(x, "mxfp8", elem="e4m3", axis=-1, scale_mode="rceil")
     encoded = encode(x, "nvfp4")            # encoded.payload, encoded.scale, encoded.global_scale
     y = decode(encoded)
 
 The functions are pure torch, run on the tensor's own device outside autograd, and never change x. The module that
-computes a format defines it and names its source: `unscaled` (bf16, fp16), `fp8`, `mx`, `nvfp4` and `hif8`. `legacy`
-defines the preset of that name. docs/formats.md has one table of all formats. Importing this package loads no torch;
-calling its functions does.
+computes a format defines it and names its source: `unscaled` (bf16, fp16), `fp8`, `mx`, `nvfp4`, `hif8`, and `special`
+for hif4 and other scales. `legacy` defines the preset of that name. docs/formats.md has one table of all formats.
+Importing this package loads no torch; calling its functions does.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def encode(
     overflow: Optional[str] = None,
     tensor_scale: Optional[bool] = None,
     preset: Optional[str] = None,
+    outer: Optional[int] = None,
+    shrink: Optional[float] = None,
+    four_over_six: Optional[str] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Encoded:
     """Quantise `x` into codes and scales.
@@ -53,12 +56,17 @@ def encode(
             (16, 16), is a tile of the last two axes. fp8 has one scale for the tensor unless `block` is 128 or
             (128, 128).
         axis: The dimension that blocks run along; default -1. For operands of a matrix product, use the contraction.
-        scale_mode: mx: "floor", "ceil", "even", "rceil"; fp8: "exact", "unit", and the four of mx.
-        rounding: "even", "away", "stochastic"; hifp8: "away", "hybrid", "stochastic".
+        scale_mode: mx: "floor", "ceil", "even", "rceil"; mxfp4 also "std"; fp8: "exact", "unit", and the four of mx.
+        rounding: "even", "away", "stochastic"; nvfp4 also "eden"; hifp8: "away", "hybrid", "stochastic"; hif4: "away",
+            "stochastic".
         overflow: fp8: "saturate", "inf"; bf16, fp16, hifp8: "inf", "saturate". The other formats always saturate.
         tensor_scale: nvfp4: True, False; whether the tensor has a float32 scale above the scales of its blocks.
         preset: "legacy" computes mxfp8, mxfp6, mxfp4 and hifp8 as tensor_saver's own quantisers did.
-        generator: Source of the random bits of "stochastic". None is torch's default generator of the device.
+        outer: nvfp4: 128 values share a float32 scale instead of the tensor's. `encode` refuses it.
+        shrink: mxfp4: a factor from 0.5 to 1 before rounding, undone afterwards. With 0.75 stochastic rounding never
+            clips (Tseng et al., arXiv 2502.20586). `encode` refuses it.
+        four_over_six: nvfp4: "mae", "mse"; each block maps its largest magnitude to 6 or 4 by this error.
+        generator: Source of the random bits of "stochastic" and "eden". None is torch's default generator.
 
     Returns:
         The codes in x's shape, the scales, and the options that `decode` needs.
@@ -68,7 +76,9 @@ def encode(
     """
     from capd_client.formats.encoding import encoded_as
 
-    options = _options(elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset)
+    options = _options(
+        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six
+    )
     return encoded_as(x, spec_of(fmt, options), generator)
 
 
@@ -94,6 +104,9 @@ def qdq(
     overflow: Optional[str] = None,
     tensor_scale: Optional[bool] = None,
     preset: Optional[str] = None,
+    outer: Optional[int] = None,
+    shrink: Optional[float] = None,
+    four_over_six: Optional[str] = None,
     generator: Optional[torch.Generator] = None,
 ) -> torch.Tensor:
     """Quantise and dequantise: decode(encode(x, …)), rounded to x's dtype, without intermediate codes.
@@ -105,7 +118,9 @@ def qdq(
     """
     from capd_client.formats.encoding import quantised
 
-    options = _options(elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset)
+    options = _options(
+        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six
+    )
     return quantised(x, spec_of(fmt, options), generator)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 import torch
+from torch.nn.functional import pad
 
 from capd_client.formats.blocks import Layout, pieces, slabs
 from capd_client.formats.elements import ELEMENTS
@@ -23,6 +24,10 @@ from capd_client.formats.mx import MxScaling, mx_multipliers
 from capd_client.formats.nvfp4 import Nvfp4Scaling, nvfp4_multipliers
 from capd_client.formats.scaled import Scaling, decode_rows, encode_rows, qdq_rows, quantised_rows
 from capd_client.formats.spec import FormatError, Spec
+from capd_client.formats.special.eden import EDEN_GROUP
+from capd_client.formats.special.find import special_quantiser
+from capd_client.formats.special.hif4 import hif4_decoded
+from capd_client.formats.special.quantiser import SpecialQuantiser, no_codes
 from capd_client.formats.unscaled import DTYPES, unscaled
 
 __all__ = [
@@ -41,6 +46,10 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
         rows = layout.rows(values)
         if spec.legacy:
             found = layout.join(legacy_mx_values(rows, spec))
+        elif spec.is_special:
+            found = layout.join(
+                _special_rows(rows, spec, special_quantiser(values.reshape(-1), spec), generator)
+            )
         else:
             found = layout.join(qdq_rows(rows, spec, scaling_of(rows, spec), generator))
     elif spec.rounding == "stochastic":
@@ -61,11 +70,20 @@ def encoded_as(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]
             payload = elementwise(values, _codes, spec)
         payload = payload.view(torch.uint16) if spec.fmt in DTYPES else payload
         return Encoded(payload, None, None, spec.fmt)
+    if spec.shrink is not None:
+        raise no_codes(spec, "shrink")
     layout = layout_of(values, spec)
     rows = layout.rows(values)
     global_scale = None
     if spec.legacy:
         codes, stored = legacy_mx_codes(rows, spec)
+    elif spec.is_special:
+        special = special_quantiser(values.reshape(-1), spec)
+        width = rows.shape[-1]
+        found = special.quantised(_filled(rows.to(torch.float32), special), generator, codes=True)
+        if found.codes is None:
+            raise no_codes(spec, "these options")
+        codes, stored, global_scale = found.codes[:, :width], found.stored, special.global_scale
     else:
         scaling = scaling_of(rows, spec)
         codes, stored = encode_rows(rows, spec, scaling, generator)
@@ -92,6 +110,8 @@ def decoded(encoded: Encoded) -> torch.Tensor:
         return table.index_select(0, payload.reshape(-1).to(torch.int32)).reshape(payload.shape)
     layout = Layout(payload.shape, encoded.axis, encoded.block)
     stored = layout.row_scales(encoded.scale)
+    if encoded.fmt == "hif4":
+        return layout.join(hif4_decoded(layout.rows(payload), stored))
     if encoded.fmt == "fp8":
         multipliers = fp8_multipliers(stored)
     elif encoded.fmt == "nvfp4":
@@ -142,6 +162,9 @@ def quantised_pieces(
             yield QuantisedPiece(some.to(torch.float32), _nearest(some, spec, generator).to(torch.float32))
         return
     layout = layout_of(values, spec)
+    if spec.is_special:
+        yield from _special_pieces(values, layout, spec, generator)
+        return
     scaling = None if spec.legacy else scaling_of(values.reshape(-1), spec)
     for slab in slabs(values, layout):
         own = Layout(slab.shape, layout.axis, spec.block)
@@ -150,6 +173,47 @@ def quantised_pieces(
         for piece in pieces(rows):
             found = _quantised_rows(rows[piece], spec, scaling, generator)
             yield found if within is None else found._replace(within=within[piece])
+
+
+def _filled(rows: torch.Tensor, special: SpecialQuantiser) -> torch.Tensor:
+    """Return rows as wide as the quantiser's block, filled with zeros. A tensor that ends before a block has less."""
+    width = special.block if isinstance(special.block, int) else rows.shape[-1]
+    return rows if rows.shape[-1] >= width else pad(rows, (0, width - rows.shape[-1]))
+
+
+def _special_rows(
+    rows: torch.Tensor, spec: Spec, special: SpecialQuantiser, generator: Optional[torch.Generator]
+) -> torch.Tensor:
+    """Quantise and dequantise rows, in their dtype."""
+    out = torch.empty_like(rows)
+    for piece in pieces(rows):
+        values = _filled(rows[piece].to(torch.float32), special)
+        out[piece] = special.quantised(values, generator).found[:, : rows.shape[-1]]
+    return out
+
+
+def _special_pieces(
+    x: torch.Tensor, layout: Layout, spec: Spec, generator: Optional[torch.Generator]
+) -> Iterator[QuantisedPiece]:
+    """Yield the quantised pieces of a special quantiser, with a row for each block that has a scale."""
+    special = special_quantiser(x.reshape(-1), spec)
+    for slab in slabs(x, layout):
+        own = Layout(slab.shape, layout.axis, special.block)
+        rows = own.rows(slab)
+        rows, within = (
+            _filled(rows, special),
+            _filled(own.rows(torch.ones_like(slab, dtype=torch.bool)), special),
+        )
+        for piece in pieces(rows):
+            values = rows[piece].to(torch.float32)
+            found = special.quantised(values, generator)
+            shape = (len(found.after), -1)
+            # The scale of hif4 is more than a number. Its E6M2 part is `after`.
+            stored = found.after if spec.fmt == "hif4" else found.stored
+            yield QuantisedPiece(
+                values.view(shape), found.found.view(shape), found.amax, found.after, stored,
+                within[piece].view(shape),
+            )  # fmt: skip
 
 
 def _quantised_rows(
@@ -183,7 +247,9 @@ def layout_of(x: torch.Tensor, spec: Spec) -> Layout:
         raise FormatError(
             f"axis of {spec.fmt} cannot be {spec.axis} for a tensor of shape {tuple(x.shape)}; allowed are {which}"
         )
-    return Layout(x.shape, axis, spec.block)
+    # A special quantiser may take several blocks at once.
+    block = spec.outer or (EDEN_GROUP if spec.rounding == "eden" else spec.block)
+    return Layout(x.shape, axis, block)
 
 
 def scaling_of(rows: torch.Tensor, spec: Spec) -> Fp8Scaling | MxScaling | Nvfp4Scaling:

@@ -15,6 +15,9 @@ A value is X * P, with X = 2**-127 … 2**127. `scale_mode` chooses the exponent
 to nearest with ties to even (or as `rounding` says) and limited to ±max. Under floor and even, elements above max * X
 saturate (§6.3). Zeros keep their sign.
 
+`shrink` multiplies values before rounding and divides them after. A floor scale leaves magnitudes below 8, which 0.75
+makes at most 6, so stochastic rounding never clips them (Tseng et al., arXiv 2502.20586).
+
 A block with an Inf or a NaN has the scale NaN, so all of it decodes to NaN. The specification leaves this open (§6.3);
 torchao and microxcaling do the same. A block of zeros has the scale 2**-127. A decoded value beyond float32 is Inf.
 Only a scale mode that rounds up can make one, from a magnitude in the last binade.
@@ -37,10 +40,14 @@ class MxScaling:
     def __init__(self, spec: Spec) -> None:
         self._element = element_of(spec)
         self._mode = str(spec.scale_mode)
+        self._shrink = spec.shrink or 1.0
 
     def of(self, amax: torch.Tensor) -> BlockScales:
         found = e8m0_bytes(amax, self._element, self._mode)
-        return BlockScales(found.to(torch.uint8), e8m0_reciprocals(found), e8m0_values(found))
+        before, after = e8m0_reciprocals(found), e8m0_values(found)
+        if self._shrink != 1.0:
+            before, after = before * self._shrink, after * (1.0 / self._shrink)
+        return BlockScales(found.to(torch.uint8), before, after)
 
 
 def mx_multipliers(stored: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,10 @@ __all__ = ["FORMATS", "OPTIONS", "Block", "FormatError", "Spec", "spec_of"]
 
 Block = Union[None, int, tuple[int, int]]
 
-OPTIONS = ("elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset")
+OPTIONS = (
+    "elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset", "outer", "shrink",
+    "four_over_six",
+)  # fmt: skip
 POWERS = ("floor", "ceil", "even", "rceil")
 SATURATE_OR_INF = ("saturate", "inf")
 
@@ -37,6 +40,9 @@ class Family:
     has_legacy: bool = False
     has_tensor_scale: bool = False
     scale_type: str = ""
+    outers: tuple[int, ...] = ()
+    picks: tuple[str, ...] = ()
+    shrinks: bool = False
 
 
 FORMATS: dict[str, Family] = {
@@ -51,8 +57,18 @@ FORMATS: dict[str, Family] = {
     ),
     "mxfp8": Family(("e4m3", "e5m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
     "mxfp6": Family(("e2m3", "e3m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
-    "mxfp4": Family(("e2m1",), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
-    "nvfp4": Family(("e2m1",), (16, (16, 16)), has_tensor_scale=True, scale_type="e4m3"),
+    "mxfp4": Family(("e2m1",), (32,), (*POWERS, "std"), has_legacy=True, scale_type="e8m0", shrinks=True),
+    "nvfp4": Family(
+        ("e2m1",),
+        (16, (16, 16)),
+        roundings=("even", "away", "stochastic", "eden"),
+        has_tensor_scale=True,
+        scale_type="e4m3",
+        outers=(128,),
+        picks=("mae", "mse"),
+    ),
+    # Its scale takes 32 bits: E6M2, and 24 one-bit exponents.
+    "hif4": Family(blocks=(64,), roundings=("away", "stochastic"), scale_type="float32"),
     "hifp8": Family(
         roundings=("away", "hybrid", "stochastic"), overflows=("inf", "saturate"), has_legacy=True
     ),
@@ -62,6 +78,7 @@ FORMATS: dict[str, Family] = {
 # A sign, and the exponent and the mantissa that the element's name counts.
 _ELEMENT_BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
 _UNSCALED_BITS = {"bf16": 16, "fp16": 16, "hifp8": 8}
+_HIF4_BITS = 4
 _SCALE_BITS = {"e8m0": 8, "e4m3": 8, "float32": 32}
 
 
@@ -78,6 +95,20 @@ class Spec:
     overflow: Optional[str]
     tensor_scale: bool
     legacy: bool
+    outer: Optional[int] = None
+    shrink: Optional[float] = None
+    four_over_six: Optional[str] = None
+
+    @property
+    def is_special(self) -> bool:
+        """Whether scales depend on more than a block's largest magnitude (`capd_client.formats.special`)."""
+        named = self.outer is not None or self.four_over_six is not None
+        return named or self.fmt == "hif4" or self.scale_mode == "std" or self.rounding == "eden"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether results depend on random bits."""
+        return self.rounding in ("stochastic", "eden")
 
     @property
     def is_scaled(self) -> bool:
@@ -94,9 +125,11 @@ class Spec:
         """
         if not self.is_scaled:
             return _UNSCALED_BITS[self.fmt]
-        element = _ELEMENT_BITS[str(self.elem)]
+        element: float = _HIF4_BITS if self.elem is None else _ELEMENT_BITS[self.elem]
         if self.block is None:
             return element
+        if self.outer is not None:
+            element += _SCALE_BITS["float32"] / self.outer
         values = self.block if isinstance(self.block, int) else self.block[0] * self.block[1]
         return element + _SCALE_BITS[FORMATS[self.fmt].scale_type] / values
 
@@ -119,7 +152,7 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
         raise FormatError(f"{fmt} has no option {unknown[0]!r}; the options are {', '.join(OPTIONS)}")
     given = {name: value for name, value in options.items() if value is not None}
     legacy = _is_legacy(fmt, family, given)
-    return Spec(
+    found = Spec(
         fmt=fmt,
         elem=_choice(fmt, "elem", family.elems, given, "e5m2" if legacy and fmt == "mxfp8" else None),
         block=_block(fmt, family, given),
@@ -129,7 +162,65 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
         overflow=_choice(fmt, "overflow", family.overflows, given, "saturate" if legacy else None),
         tensor_scale=_tensor_scale(fmt, family, given),
         legacy=legacy,
+        outer=_outer(fmt, family, given),
+        shrink=_shrink(fmt, family, given),
+        four_over_six=_pick(fmt, family, given),
     )
+    _check_together(found)
+    return found
+
+
+def _outer(fmt: str, family: Family, given: dict[str, Any]) -> Optional[int]:
+    value = given.get("outer")
+    if value is None:
+        return None
+    if not family.outers:
+        raise FormatError(f"{fmt} takes no outer; it was given {value!r}")
+    if type(value) is not int or value not in family.outers:
+        raise _refused(f"outer of {fmt}", value, family.outers)
+    return value
+
+
+def _shrink(fmt: str, family: Family, given: dict[str, Any]) -> Optional[float]:
+    value = given.get("shrink")
+    if value is None:
+        return None
+    if not family.shrinks:
+        raise FormatError(f"{fmt} takes no shrink; it was given {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 1:
+        raise _refused(f"shrink of {fmt}", value, ("a number from 0.5 to 1, such as 0.75",))
+    return float(value)
+
+
+def _pick(fmt: str, family: Family, given: dict[str, Any]) -> Optional[str]:
+    value = given.get("four_over_six")
+    if value is None:
+        return None
+    if not family.picks:
+        raise FormatError(f"{fmt} takes no four_over_six; it was given {value!r}")
+    if value not in family.picks:
+        raise _refused(f"four_over_six of {fmt}", value, family.picks)
+    return str(value)
+
+
+def _check_together(spec: Spec) -> None:
+    """Raise FormatError for options that exclude each other."""
+    special = {
+        "outer": spec.outer is not None,
+        "four_over_six": spec.four_over_six is not None,
+        "rounding='eden'": spec.rounding == "eden",
+    }
+    used = [name for name, is_used in special.items() if is_used]
+    if len(used) > 1:
+        raise FormatError(f"{spec.fmt} cannot have {used[0]} and {used[1]} together")
+    if spec.four_over_six is not None and spec.rounding == "stochastic":
+        raise FormatError(f"{spec.fmt} with four_over_six rounds to nearest; leave rounding out")
+    if used and used[0] != "four_over_six" and isinstance(spec.block, tuple):
+        raise FormatError(f"{spec.fmt} with {used[0]} takes blocks of 16, no tile {spec.block}")
+    if used and used[0] != "outer" and not spec.tensor_scale:
+        raise FormatError(f"{spec.fmt} with {used[0]} needs the tensor's scale; leave tensor_scale out")
+    if spec.shrink is not None and (spec.scale_mode == "std" or spec.legacy):
+        raise FormatError(f"{spec.fmt} takes shrink with a scale of the largest magnitude alone")
 
 
 def _is_legacy(fmt: str, family: Family, given: dict[str, Any]) -> bool:

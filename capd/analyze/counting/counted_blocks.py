@@ -51,7 +51,7 @@ def counted_blocks(
 ) -> dict[Spec, CountedBlocks]:
     """Count the blocks of a tensor for those formats for which counting is possible and fast.
 
-    Left out are small tensors, formats without blocks, the preset legacy, and stochastic rounding.
+    Left out are small tensors, formats without blocks, legacy, random rounding and special scales.
 
     Args:
         values: A tensor of any dtype and shape. Only 16-bit dtypes are counted.
@@ -75,7 +75,7 @@ def counted_blocks(
 
 def _layout(values: torch.Tensor, spec: Spec) -> Layout | None:
     """Return the blocks of a format, None if it cannot be counted or does not take the tensor."""
-    if spec.block is None or spec.legacy or spec.rounding == "stochastic":
+    if spec.block is None or spec.legacy or spec.is_random or spec.is_special:
         return None
     try:
         return layout_of(values, spec)

@@ -27,7 +27,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metric": "sqnr"}, "did you mean sqnr:FORMAT?"),
     ({"metric": "sqnr:mxpf8"}, "did you mean sqnr:mxfp8? known: bf16, fp16, fp8, mxfp8"),
     ({"metric": "flushed:e4m3"}, "names no format of [lab] that has it; known: bf16, fp16, fp8"),
-    ({"metric": "scale_std:hifp8"}, "known: fp8, mxfp8, mxfp6, mxfp4, nvfp4, with options as in [lab]"),
+    ({"metric": "scale_std:hifp8"}, "known: fp8, mxfp8, mxfp6, mxfp4, nvfp4, hif4, with options as in [lab]"),
     ({"metric": "relative_error:mxfp8:\n"}, "names no format"),
     ({"metric": "saturation:mxfp8", "above": 1}, "never above 1"),
     ({"metric": "sqnr:mxfp8", "above": None, "factor_above": 2}, "better the larger it is; give below"),

@@ -73,7 +73,7 @@ BITS = [
     ("bf16", {}, 16), ("fp16", {}, 16), ("fp8", {}, 8), ("fp8", {"elem": "e5m2"}, 8), ("fp8", {"block": 128}, 8.25),
     ("fp8", {"block": (128, 128)}, 8 + 32 / 16384), ("mxfp8", {}, 8.25), ("mxfp6", {}, 6.25), ("mxfp4", {}, 4.25),
     ("mxfp4", {"preset": "legacy"}, 4.25), ("nvfp4", {}, 4.5), ("nvfp4", {"tensor_scale": False}, 4.5),
-    ("nvfp4", {"block": (16, 16)}, 4 + 8 / 256), ("hifp8", {}, 8),
+    ("nvfp4", {"block": (16, 16)}, 4 + 8 / 256), ("hif4", {}, 4.5), ("hifp8", {}, 8),
 ]  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_bits_per_value_count_the_scales_that_are_stored(
     x = torch.randn(256, 256)
     encoded = encode(x, fmt, **options)
     # Packed, an element of 4 or 6 bits has no byte of its own.
-    element = {"mxfp6": 6, "mxfp4": 4, "nvfp4": 4}.get(fmt, 8 * encoded.payload.element_size())
+    element = {"mxfp6": 6, "mxfp4": 4, "nvfp4": 4, "hif4": 4}.get(fmt, 8 * encoded.payload.element_size())
     scales = 0 if encoded.scale is None or encoded.scale.ndim == 0 else 8 * encoded.scale.nbytes
 
     assert spec_of(fmt, options).bits_per_value == bits == element + scales / x.numel()

@@ -1,0 +1,1 @@
+"""Transforms that spread outliers over a block before it is quantised."""
