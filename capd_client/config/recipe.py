@@ -3,6 +3,7 @@
     Recipe.of("mxfp8")                                    # the word applies to all three
     Recipe.of({"linear": "mxfp8", "qk": "none", "pv": "none"})
     Recipe.of({"linear": {"format": "mxfp4", "backward": {"format": "mxfp8", "elem": "e5m2"}}})
+    Recipe.of("nvfp4-te")                                 # a preset of linear layers, or the path of a recipe's file
     Recipe.of(recipe.text())                              # its own JSON
 
 A part that a mapping does not name is not emulated.
@@ -18,6 +19,10 @@ from typing import Any, Optional, Union
 from capd_client.errors import ConfigError
 from capd_client.formats.spec import FORMATS, Block, FormatError, spec_of
 from capd_client.protocol.selection import check_globs
+from capd_client.recipes.find import is_recipe_file, preset, recipe_of_file
+from capd_client.recipes.linear_recipe import LinearRecipe
+from capd_client.recipes.parse import is_linear_recipe, parse_recipe
+from capd_client.recipes.presets import PRESETS
 
 __all__ = ["BASELINES", "LEVELS", "NONE", "PARTS", "QuantSpec", "Recipe", "Words"]
 
@@ -126,7 +131,7 @@ class Recipe:
     """The formats of the three kinds of products; None for a kind that is not quantised.
 
     Attributes:
-        linear: The format of Y = X · Wᵀ.
+        linear: The format of Y = X · Wᵀ, or a recipe of its three products.
         qk: The format of the scores S = Q · Kᵀ of attention.
         pv: The format of the output O = P · V of attention.
         level: How attention is emulated. "straight-through": the fused kernel gets quantised q, k and v, and gradients
@@ -134,7 +139,7 @@ class Recipe:
         include, exclude: Globs over module names, without the parts that wrappers add. An empty `include` is all.
     """
 
-    linear: Optional[QuantSpec] = None
+    linear: Union[QuantSpec, LinearRecipe, None] = None
     qk: Optional[QuantSpec] = None
     pv: Optional[QuantSpec] = None
     level: str = LEVELS[0]
@@ -148,7 +153,7 @@ class Recipe:
             return given
         if isinstance(given, str):
             text = given.strip()
-            given = _read(text) if text.startswith("{") else dict.fromkeys(PARTS, text)
+            given = _read(text) if text.startswith("{") else _of_word(text)
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"a recipe cannot be {given!r}; it is a format's name, a mapping, or that in JSON"
@@ -156,9 +161,7 @@ class Recipe:
         if "format" in given:
             raise ConfigError(f"a recipe names its parts ({', '.join(PARTS)}), each with a format of its own")
         _check_names("the recipe", given, _OF_RECIPE)
-        specs = {part: QuantSpec.of(_with_default(given, part), part) for part in PARTS}
-        for part, spec in specs.items():
-            _check_part(part, spec)
+        specs: dict[str, Any] = {part: _part_of(given, part) for part in PARTS}
         level = given.get("level", LEVELS[0])
         if level not in LEVELS:
             raise ConfigError(f"level cannot be {level!r}; allowed are {', '.join(LEVELS)}")
@@ -206,6 +209,30 @@ def _read(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the recipe is no JSON: {error}") from None
+
+
+def _of_word(text: str) -> Mapping[str, Any]:
+    """Return the parts of a word: a recipe of linear layers alone, or a format of all products."""
+    if text in PRESETS or is_recipe_file(text):
+        return {"linear": text}
+    return dict.fromkeys(PARTS, text)
+
+
+def _part_of(given: Mapping[str, Any], part: str) -> Union[QuantSpec, LinearRecipe, None]:
+    own = given.get(part)
+    if isinstance(own, str) and own in PRESETS:
+        found = preset(own)
+    elif isinstance(own, str) and is_recipe_file(own):
+        found = recipe_of_file(own)
+    elif isinstance(own, Mapping) and is_linear_recipe(own):
+        found = parse_recipe(own)
+    else:
+        spec = QuantSpec.of(_with_default(given, part), part)
+        _check_part(part, spec)
+        return spec
+    if part != "linear":
+        raise ConfigError(f"{part}: a recipe by products is of linear alone; give {part} a format or none")
+    return found
 
 
 def _with_default(given: Mapping[str, Any], part: str) -> Any:

@@ -23,8 +23,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from capd_client.emulation.products import Words, product
+from capd_client.emulation.products import product
 from capd_client.emulation.quantise import DTYPES, cast, straight_through
+from capd_client.emulation.words import Words
 
 __all__ = ["can_quantise", "exact", "fused"]
 

@@ -16,8 +16,8 @@ from capd_client.config.recipe import Recipe
 from capd_client.config.recipe import Words as Given
 from capd_client.emulation.adapters import Adapter, adapter_of, reason_to_leave
 from capd_client.emulation.plans import EmulationPlan, give, plan_of, take
-from capd_client.emulation.products import words_of
 from capd_client.emulation.quantise import quantise
+from capd_client.emulation.words import words_of
 from capd_client.errors import ConfigError
 from capd_client.hooks import copies
 from capd_client.hooks.module_names import place_modules
@@ -148,7 +148,7 @@ def _forget_graphs() -> None:
 def _plan(recipe: Recipe, *, evaluation: bool) -> EmulationPlan:
     """Return the plan of a recipe's modules. At its end every format has quantised a tensor once."""
     words = {part: words_of(getattr(recipe, part)) for part in ("linear", "qk", "pv")}
-    for word in {word for found in words.values() for word in found or () if word}:
+    for word in {word for found in words.values() if found is not None for word in found.formats}:
         quantise(torch.zeros(2, 2), word, -1)
     return EmulationPlan(**words, exact=recipe.level == "exact", evaluation=evaluation)
 

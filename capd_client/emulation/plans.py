@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 
 from capd_client.emulation import products
 from capd_client.emulation.attention import can_quantise, exact, fused
-from capd_client.emulation.products import Words
 from capd_client.emulation.quantise import cast, straight_through
+from capd_client.emulation.words import Words
 from capd_client.hooks import copies
 
 __all__ = ["EmulationPlan", "calling", "give", "plan_of", "take"]

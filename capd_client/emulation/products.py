@@ -14,7 +14,7 @@ straight through.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -22,28 +22,11 @@ from torch import Tensor
 # F.linear may be patched, and this must be torch's own.
 from torch._C._nn import linear as _linear
 
-from capd_client.config.recipe import QuantSpec
-from capd_client.emulation.quantise import DTYPES, cast, has_no_axis, quantise, straight_through, word_of
+from capd_client.emulation.quantise import DTYPES, cast, has_no_axis, quantise, straight_through
+from capd_client.emulation.recipe_products import after_product, quantised_operands
+from capd_client.emulation.words import Words
 
-__all__ = ["Words", "linear", "product", "words_of"]
-
-
-class Words(NamedTuple):
-    """The formats of one product's operands, as `quantise` knows them. "" for an operand that is not quantised."""
-
-    a: str = ""
-    b: str = ""
-    backward_a: str = ""
-    backward_b: str = ""
-    gradient: str = ""
-
-
-def words_of(spec: Optional[QuantSpec]) -> Optional[Words]:
-    """Return the words of the product that `spec` is for. None if it is not emulated."""
-    if spec is None:
-        return None
-    specs = (spec, spec.for_weight, spec.backward_spec, spec.backward_weight, spec.gradient_spec)
-    return Words(*map(word_of, specs))
+__all__ = ["linear", "product"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], words: Words) -> Tensor:
@@ -53,6 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], words: Words) -> T
     """
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return _linear(x, weight, bias)
+    if words.is_by_products:
+        return _LinearByProducts.apply(cast(x), cast(weight), cast(bias), words)  # type: ignore[no-any-return, no-untyped-call]
     return _Linear.apply(cast(x), cast(weight), cast(bias), words)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -84,6 +69,40 @@ class _Linear(torch.autograd.Function):
             across = straight_through(rows, words.gradient, 0) if shared is None else shared
             tokens = straight_through(x.reshape(-1, x.shape[-1]), words.backward_a, 0)
             grad_weight = across.t() @ tokens
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _LinearByProducts(torch.autograd.Function):
+    """The same with the operands of a recipe by products. A second derivative is not defined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor], words: Words) -> Tensor:
+        ctx.words = words
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            x if needs_weight or words.mask else None, weight if needs_x or words.mask else None
+        )
+        ctx.shape = x.shape
+        a, b = quantised_operands("y", {"x": x, "w": weight}, words).quantised
+        return _linear(a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if gradients[0].requires_grad:
+            raise RuntimeError("a recipe by products has no second derivative; emulate a format instead")
+        x, weight = ctx.saved_tensors
+        words = ctx.words
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+        tokens = None if x is None else x.reshape(-1, x.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            a, b = quantised_operands("dx", {"g": rows, "w": weight}, words).quantised
+            grad_x = after_product("dx", a @ b, tokens, words).reshape(ctx.shape)
+        if tokens is not None and ctx.needs_input_grad[1]:
+            a, b = quantised_operands("dw", {"g": rows, "x": tokens}, words).quantised
+            grad_weight = after_product("dw", a.t() @ b, weight, words)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from capd.errors import ConfigError
 
-__all__ = ["Choice", "EmulationNotes", "choose", "read_notes"]
+__all__ = ["Choice", "EmulationNotes", "choose", "read_notes", "with_recipe_file"]
 
 NONE = "none"
 
@@ -25,11 +26,25 @@ class Choice(NamedTuple):
         return f"a label: {self.why_label}" if self.why_label else f"emulation: {self.recipe}"
 
 
+def with_recipe_file(quant_type: str | None) -> tuple[str | None, str | None]:
+    """Return the label of a quant type, and the recipe as text if the quant type is a recipe's file.
+
+    Raises:
+        ConfigError: If the file cannot be used.
+    """
+    from capd_client.recipes.find import is_recipe_file, recipe_of_file
+
+    if quant_type is None or "," in quant_type or not is_recipe_file(quant_type):
+        return quant_type, None
+    recipe = recipe_of_file(quant_type)
+    return recipe.name, json.dumps({"linear": recipe.as_mapping()})
+
+
 def choose(quant_type: str, environ: Mapping[str, str], *, label_only: bool) -> Choice:
     """Choose the emulation of a job whose captures are labelled `quant_type`.
 
     Args:
-        quant_type: The label. It is also the format to emulate, unless `environ` has a CAPD_EMULATE.
+        quant_type: The label, or a recipe as JSON. It is also what to emulate, unless `environ` has a CAPD_EMULATE.
         environ: The environment that the user gives the job.
         label_only: Whether to emulate nothing.
 

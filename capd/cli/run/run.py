@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from capd.cli.completion import any_of, format_lists, run_names
-from capd.cli.jobs.emulation import choose
+from capd.cli.jobs.emulation import choose, with_recipe_file
 from capd.cli.jobs.next_line import note_next
 from capd.cli.jobs.place import Place, endpoint_of, nodes_of, refuse_several_nodes, shared_run_id
 from capd.cli.jobs.report import ReportInto, check_report, reported
@@ -39,8 +39,9 @@ class _RunOptions(JobOptions):
         option(
             "--quant-type",
             "TYPE",
-            "Number format in which the job's models compute, such as mxfp8, and label of the captures. Another word "
-            "is only a label. A collection takes several: T,T,… [default: mxfp8, or four types in batch].",
+            "Number format in which the job's models compute, such as mxfp8, or a recipe of its linear layers: a name, "
+            "such as nvfp4-te, or FILE.toml. It is the label of the captures, too. Another word is only a label. A "
+            "collection takes several: T,T,… [default: mxfp8, or four types in batch].",
             autocompletion=format_lists,
         ),
     ] = None
@@ -107,7 +108,8 @@ def run(
     """
     from capd.cli.jobs.foreground import find_command
 
-    quant_type = options.quant_type
+    quant_type, own_recipe = with_recipe_file(options.quant_type)
+    options = replace(options, quant_type=quant_type)
     request = collection_request(options.mode, quant_type, collection)
     if request is not None:
         options = replace(options, mode=None, quant_type=None)
@@ -119,7 +121,7 @@ def run(
         # Each type has its own emulation.
         asked.pop("CAPD_EMULATE", None)
     elif quant_type is not None or label_only:
-        choice = choose(quant_type or "", asked, label_only=label_only)
+        choice = choose(own_recipe or quant_type or "", asked, label_only=label_only)
         flags["CAPD_EMULATE"] = choice.recipe
         note(f"quant_type {quant_type}, {choice.text}" if quant_type else choice.text)
     settings = resolved_job({"store": options.store, "run_id": run_id}, options.config, flags, asked)

@@ -141,6 +141,18 @@ def test_the_whole_job_is_emulated_whatever_of_it_is_captured(
         assert done.emulations() == {MXFP8}
 
 
+def test_a_file_with_a_recipe_is_trained_and_names_the_captures(bare: Done, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[recipe]\nname = "mine-4"\n[recipe.fprop]\nx = "mxfp4"\n[recipe.wgrad]\ng = "mxfp8"\n')
+
+    done = job(tmp_path / "job", capture=("--quant-type", str(file)))
+
+    assert done.losses != bare.losses
+    [text] = done.emulations()
+    assert json.loads(text)["linear"]["name"] == "mine-4"
+    assert {series.key.quant_type for series in capd.open(done.run).series} == {"mine-4"}
+
+
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return job(tmp_path_factory.mktemp("emulated") / "job", capture=("--quant-type", "mxfp8"))

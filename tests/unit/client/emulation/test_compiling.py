@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -150,3 +151,16 @@ def test_a_thread_that_has_emulated_nothing_yet_compiles_once_and_again() -> Non
 
     for one in found:
         torch.testing.assert_close(one, expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", pytest.param("mxfp4-rht-sr", marks=pytest.mark.slow)])
+def test_a_recipe_by_products_is_compiled_whole(name: str) -> None:
+    module, x = nn.Linear(128, 64), torch.randn(256, 128, requires_grad=True)
+    emulate(module, name)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(module, backend="aot_eager", fullgraph=True)
+
+    y = compiled(x)
+    gradients = torch.autograd.grad(y.sum(), [x, module.weight])
+
+    assert torch.equal(y, module(x))
+    assert all(gradient.isfinite().all() for gradient in gradients)
