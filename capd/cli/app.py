@@ -55,6 +55,9 @@ VERBS: dict[str, _Verb] = {
     ),
     "report": _Verb("report.report", "report", "Write statistics and figures as a page or into a directory."),
     "plot": _Verb("report.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
+    "metrics": _Verb(
+        "report.metrics", "metrics", "Show what papers plot over the steps: noise ratio, scales, oscillation."
+    ),
     "plan-tasks": _Verb(
         "store.plan_tasks", "plan_tasks", "Print the tasks of a comparison for Ray, Spark or another engine."
     ),

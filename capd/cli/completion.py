@@ -16,8 +16,8 @@ from typing import Any
 import typer
 
 __all__ = [
-    "any_of", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words", "series_paths",
-    "store_paths", "store_roots", "tag_words", "values_of",
+    "any_of", "any_where", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words",
+    "series_paths", "store_paths", "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
 Complete = Callable[[typer.Context, str], list[str]]
@@ -50,6 +50,12 @@ def _offered(find: Find) -> Complete:
 def any_of(*words: str) -> Complete:
     """Complete one of these words."""
     return _offered(lambda _ctx, _incomplete: words)
+
+
+def any_where(field: str, value: str, words: Iterable[str], others: Iterable[str]) -> Complete:
+    """Complete one of these words where an argument has this value, one of the others elsewhere."""
+    # After an option that still lacks its value, the argument is no parameter yet.
+    return _offered(lambda ctx, _incomplete: words if value in (ctx.params.get(field), *ctx.args) else others)
 
 
 def lists_of(*words: str) -> Complete:

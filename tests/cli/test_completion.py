@@ -105,6 +105,8 @@ def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
     assert ask("du", "x", "--by", "run,q") == ["run,quant_type"]
     assert ask("plot", "x", "heat") == ["heatmap"]
     assert ask("plot", "x", "heatmap", "--metric", "s") == ["sqnr", "saturation"]
+    assert ask("plot", "x", "trend", "--metric", "s") == ["scales"]
+    assert ask("metrics", "x", "--metric", "rank,s") == ["rank,scales"]
     assert ask("export", "--to", "n") == ["npz"]
     assert ask("run", "--policy", "") == ["drop", "block", "thin", "stats"]
 

@@ -57,7 +57,7 @@ def test_the_help_of_plot_names_every_kind() -> None:
         r"^  (\w+)  ", COMMANDS["capd plot"][0].help.split("Kinds:\n")[1].split("\n\n")[0], re.MULTILINE
     )
 
-    assert named == list(KINDS)
+    assert named == [*KINDS, "trend"]
 
 
 def options(command: object) -> set[str]:

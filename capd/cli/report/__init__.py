@@ -1,1 +1,1 @@
-"""The commands `capd report` and `capd plot`."""
+"""The commands `capd report`, `capd plot` and `capd metrics`."""

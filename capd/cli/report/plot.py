@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from capd.cli.completion import any_of, format_lists, store_paths
+from capd.cli.completion import any_of, any_where, format_lists, store_paths
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import print_either
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
+from capd.cli.report.trends import TREND_WORDS, plot_trend, refuse_existing, written_pages
 from capd.cli.sources import SourceOptions, found_in
 from capd.cli.stores import Given
 from capd.errors import CapdError, ConfigError, NothingMatched
@@ -20,11 +21,12 @@ from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
     from capd.report.figures.kinds import FigureKind, Wanted
-    from capd.report.figures.style import Look, Page
+    from capd.report.figures.style import Look
 
 __all__ = ["plot"]
 
 _KINDS = "distribution, exponents, layers, heatmap, boxes, channels, iterations, hifp8, overflow, tensor"
+_TREND = "trend"
 _METRICS = "sqnr, underflow, saturation, flush, relative, l2, cosine, mse, mae"
 _SUFFIXES = ("png", "svg", "pdf")
 _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
@@ -49,7 +51,7 @@ def plot(
             metavar="KIND",
             help="What to draw: one of the kinds above.",
             show_default=False,
-            autocompletion=any_of(*_KINDS.split(", ")),
+            autocompletion=any_of(*_KINDS.split(", "), _TREND),
         ),
     ],
     out: Annotated[Path, option("--out", "FILE", "x.png, x.svg or x.pdf.", "-o", show_default=False)],
@@ -58,8 +60,8 @@ def plot(
         option(
             "--formats",
             "LIST",
-            "Number formats of heatmap, tensor, exponents and boxes, as mxfp8,mxfp8:e5m2,nvfp4 [default: five of "
-            "them; exponents: hifp8 and the elements; boxes: none].",
+            "Number formats of heatmap, tensor, exponents, boxes and trend, as mxfp8,mxfp8:e5m2,nvfp4 [default: five "
+            "of them; exponents: hifp8 and the elements; boxes: none; trend: those of the metric].",
             autocompletion=format_lists,
         ),
     ] = None,
@@ -68,8 +70,9 @@ def plot(
         option(
             "--metric",
             "WORD",
-            f"Error of heatmap, and of boxes with --formats: {_METRICS} [default: sqnr].",
-            autocompletion=any_of(*_METRICS.split(", ")),
+            f"Error of heatmap, and of boxes with --formats: {_METRICS} [default: sqnr]. Of trend: one of `capd "
+            "metrics` [default: noise-ratio].",
+            autocompletion=any_where("kind", _TREND, TREND_WORDS, _METRICS.split(", ")),
         ),
     ] = None,
     size: Annotated[
@@ -111,6 +114,7 @@ def plot(
       hifp8         regimes, codes and errors of HiFloat8
       overflow      values above and below the range of each format
       tensor        all about one tensor name on one page
+      trend         a metric of `capd metrics` by iteration (--metric)
 
     \b
     Examples:
@@ -125,9 +129,19 @@ def plot(
       5  nothing matches, or there is nothing of that kind to draw
       6  the disk is full
     """
+    if kind == _TREND:
+        look = _look(out, size, dpi, title)
+        if not force:
+            refuse_existing([out])
+        raise typer.Exit(
+            plot_trend(
+                found_in(store, source), out, metric or TREND_WORDS[0], formats, look, log=bool(log), force=force,
+                as_json=as_json,
+            )
+        )  # fmt: skip
     chosen, wanted, look = _checked(kind, out, formats, metric, size, dpi, title, log)
     if not force:
-        _refuse_existing([out])
+        refuse_existing([out])
     found = found_in(store, source)
     quick = chosen.reads == "statistics" and not (wanted.choices and chosen.metric)
     measured = wanted.choices if chosen.metric or chosen.reads == "errors" else ()
@@ -135,7 +149,7 @@ def plot(
     pages = list(chosen.pages(gathered.groups, wanted))
     if not pages:
         raise NothingMatched(f"nothing to draw as {kind}: {chosen.without}")
-    written = _write(pages, out, look, force=force)
+    written = written_pages(pages, out, look, force=force)
     print_either(
         {"kind": kind, "files": [os.fspath(path) for path in written], **contents_json(gathered)},
         [f"{path}: {kind} of {contents(gathered)}" for path in written],
@@ -158,13 +172,11 @@ def _checked(
     from capd.analyze.format_choice import DEFAULT_CHOICES
     from capd.report.figures.error_maps import METRICS
     from capd.report.figures.kinds import KINDS, Wanted
-    from capd.report.figures.style import Look, must_have_matplotlib
 
     chosen = KINDS.get(kind)
     if chosen is None:
-        raise ConfigError(f"{kind!r} is not a kind of figure; use one of {_KINDS}")
-    if out.suffix[1:].lower() not in _SUFFIXES:
-        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+        raise ConfigError(f"{kind!r} is not a kind of figure; use one of {_KINDS}, {_TREND}")
+    look = _look(out, size, dpi, title)
     for name, given, taken in (
         ("--formats", formats is not None, chosen.formats),
         ("--metric", metric is not None, chosen.metric),
@@ -177,15 +189,24 @@ def _checked(
         raise ConfigError(f"--metric {metric!r} is not known; use one of {', '.join(METRICS)}")
     if metric is not None and kind == "boxes" and formats is None:
         raise ConfigError("--metric of boxes needs formats; name them with --formats")
+    choices = choices_of(formats) if formats is not None else ()
+    if not choices and chosen.reads == "errors" and formats is None:
+        choices = DEFAULT_CHOICES
+    return chosen, Wanted(choices, metric or "sqnr", log), look
+
+
+def _look(out: Path, size: str | None, dpi: int, title: str | None) -> Look:
+    """Check what all kinds need. Raises ConfigError."""
+    from capd.report.figures.style import Look, must_have_matplotlib
+
+    if out.suffix[1:].lower() not in _SUFFIXES:
+        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
+    look = Look(None if size is None else _inches(size), dpi, title)
     try:
         must_have_matplotlib()
     except CapdError as error:
         raise ConfigError(str(error)) from error
-    choices = choices_of(formats) if formats is not None else ()
-    if not choices and chosen.reads == "errors" and formats is None:
-        choices = DEFAULT_CHOICES
-    look = Look(None if size is None else _inches(size), dpi, title)
-    return chosen, Wanted(choices, metric or "sqnr", log), look
+    return look
 
 
 def _inches(text: str) -> tuple[float, float]:
@@ -196,23 +217,3 @@ def _inches(text: str) -> tuple[float, float]:
             f"--size {text!r}: give width and height in inches, {_LEAST_INCHES:g} to {_MOST_INCHES:g}, as 3.3x2.5"
         )
     return sides[0], sides[1]
-
-
-def _refuse_existing(paths: list[Path]) -> None:
-    for path in paths:
-        if os.path.lexists(path):
-            raise CapdError(f"{path} exists already; choose another name, or replace it with --force")
-
-
-def _write(pages: list[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
-    """Write one file, or one for each page. Each file is whole or absent."""
-    from capd.report.image_files import write_single
-
-    paths = [out]
-    if len(pages) > 1:
-        paths = [out.with_name(f"{out.stem}_{number}{out.suffix}") for number in range(1, len(pages) + 1)]
-    if not force:
-        _refuse_existing(paths)
-    for path, page in zip(paths, pages, strict=True):
-        write_single(path, page.image(out.suffix[1:].lower(), look), replace=force)
-    return paths

@@ -12,7 +12,7 @@ from capd.io.items import Item, Loaded
 from capd_client.protocol.key import ORDINALS, Key, Moment
 from capd_client.protocol.kinds import LINEAR
 
-__all__ = ["Call", "LinearCalls", "Operand"]
+__all__ = ["Call", "Forward", "LinearCalls", "Operand"]
 
 # Larger calls are left out: their operands and quantised operands would take about ten times this.
 _MOST_NBYTES = 256 << 20
@@ -77,6 +77,26 @@ class Call(NamedTuple):
         )
 
 
+class Forward(NamedTuple):
+    """The operands of a forward, with the key and the moment of its product. The tensor name of the product is "Y"."""
+
+    key: Key
+    moment: Moment
+    x: Operand
+    weight: Operand
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of both operands."""
+        return self.x.nbytes + self.weight.nbytes
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the operands are small enough, whole, and of high precision."""
+        is_read = self.x.read is not None and self.weight.read is not None
+        return is_read and self.nbytes <= _MOST_NBYTES and self.weight.rows is None
+
+
 class LinearCalls:
     """The captured operands of linear layers: some 500 bytes for each record, without elements. Not thread-safe."""
 
@@ -128,13 +148,29 @@ class LinearCalls:
         found = [list(self._calls(layer)) for layer in self._x]
         return [calls for calls in found if calls]
 
+    def forwards(self) -> Iterator[Forward]:
+        """Yield the forward of each call whose input and weight were captured."""
+        for layer, calls in self._x.items():
+            quant_type, rank, stack, number, module = layer
+            for at, x in calls.items():
+                weight = self._weight(layer, at)
+                if weight is not None:
+                    key = Key(
+                        quant_type=str(quant_type), rank=_whole(rank), tensor_name="Y", phase="post",
+                        layer=None if number is None else _whole(number), layer_type=LINEAR.layer_type,
+                        component=LINEAR.component, module=str(module), stack=str(stack),
+                    )  # fmt: skip
+                    yield Forward(key, Moment(**dict(zip(ORDINALS, at, strict=True))), x, weight)  # type: ignore[arg-type]
+
     def _calls(self, layer: Layer) -> Iterator[Call]:
         for at, x in self._x[layer].items():
-            attempt, iteration = at[ORDINALS.index("attempt")], at[ORDINALS.index("iteration")]
-            weight = self._weights.get((layer, at)) or self._of_iteration.get((layer, (attempt, iteration)))
-            dy = self._dy.get((layer, at))
+            weight, dy = self._weight(layer, at), self._dy.get((layer, at))
             if weight is not None and dy is not None:
                 yield Call(x, weight, dy)
+
+    def _weight(self, layer: Layer, at: CallAt) -> Operand | None:
+        attempt, iteration = at[ORDINALS.index("attempt")], at[ORDINALS.index("iteration")]
+        return self._weights.get((layer, at)) or self._of_iteration.get((layer, (attempt, iteration)))
 
 
 def _operand(item: Item, loaded: Loaded, name: str) -> Operand:
@@ -149,6 +185,10 @@ def _operand(item: Item, loaded: Loaded, name: str) -> Operand:
         rows=_rows(loaded.metadata.get("slice")),
         reference=item.reference if usable else None,
     )
+
+
+def _whole(value: str | int | None) -> int:
+    return int(value or 0)
 
 
 def _rows(note: Any) -> tuple[object, ...] | None:

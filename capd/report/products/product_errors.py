@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "MOST_CALLS", "ProductError", "ProductErrors", "Result", "measure_call", "measure_products", "measured_here",
+    "MOST_CALLS", "ProductError", "ProductErrors", "Result", "matrix_of", "measure_call", "measure_products",
+    "measured_here",
 ]  # fmt: skip
 
 MOST_CALLS = 32
@@ -150,7 +151,7 @@ def _evenly(values: Sequence[T], most: int) -> list[T]:
     return [values[(2 * place + 1) * len(values) // (2 * number)] for place in range(number)]
 
 
-def _matrix(bits: NDArray[np.generic], operand: Operand) -> torch.Tensor:
+def matrix_of(bits: NDArray[np.generic], operand: Operand) -> torch.Tensor:
     """Return an operand with all of its axes but the last one as rows; a weight as [out_features, in_features]."""
     values = tensor_of(bits, operand.dtype)
     if values.ndim != 2:
@@ -168,7 +169,7 @@ def measure_call(call: Call, choices: Sequence[FormatChoice]) -> Result:
         if one.read is None:
             return None
         try:
-            matrices.append(_matrix(one.read(), one))
+            matrices.append(matrix_of(one.read(), one))
         except UNREADABLE as error:
             return skipped(one.name, error, damaged=True)
     x, weight, dy = matrices

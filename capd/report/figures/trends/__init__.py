@@ -1,0 +1,1 @@
+"""The figures of metrics over the steps of a run."""
