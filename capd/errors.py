@@ -11,6 +11,8 @@ CapdError (capd_client.errors)
 │   │   └── RemovedRun     the run was removed; tells when and by whom                 exit 1
 │   ├── ObjectStoreError   an object store does not answer, refuses, or lacks an object  exit 1
 │   └── DamagedRecord      stored bytes fail their checksum or contradict their frame  exit 4
+├── ContradictoryParts     what is said of a tensor's parts does not fit together      exit 2
+├── MissingParts           parts of a tensor are missing; tells of which ranks         exit 2
 ├── NoSuchRecord           a series has no record with this index (an IndexError, too)  exit 1
 ├── NoSuchSeries           a run has no series with this path (a KeyError, too)         exit 1
 └── NothingMatched         a selection is empty                                        exit 5
@@ -26,9 +28,9 @@ from typing import ClassVar
 from capd_client.errors import ArenaError, CapdError, ConfigError, ProtocolError
 
 __all__ = [
-    "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "DamagedRecord", "EndpointError", "NoSuchRecord",
-    "NoSuchSeries", "NotAStore", "NothingMatched", "ObjectStoreError", "ProtocolError", "QuotaReached",
-    "RemovedRun", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
+    "NO_SPACE", "ArenaError", "CapdError", "ConfigError", "ContradictoryParts", "DamagedRecord", "EndpointError",
+    "MissingParts", "NoSuchRecord", "NoSuchSeries", "NotAStore", "NothingMatched", "ObjectStoreError", "ProtocolError",
+    "QuotaReached", "RemovedRun", "StoreBusy", "StoreError", "StoreFull", "exit_code_of",
 ]  # fmt: skip
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -90,6 +92,18 @@ class DamagedRecord(StoreError):
     """Stored bytes fail their checksum or contradict their frame; names series, record and file."""
 
     exit_code: ClassVar[int] = 4
+
+
+class ContradictoryParts(CapdError):
+    """The placements, sizes or shapes of a tensor's parts do not fit together; names the part and the attribute."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class MissingParts(CapdError):
+    """Parts of a tensor are missing; names their places in the mesh, and their ranks and nodes."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class NoSuchRecord(CapdError, IndexError):

@@ -30,7 +30,7 @@ from capd.store.read.series import Record, Series
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import Moment
 
-__all__ = ["SUFFIXES", "array_path", "described", "export_arrays", "write_arrays"]
+__all__ = ["SUFFIXES", "add_npy", "array_path", "described", "export_arrays", "write_arrays"]
 
 _FORMAT = 1
 _SAFETENSORS = {
@@ -108,12 +108,13 @@ def described(record: Record) -> dict[str, Any]:
 
 def _write_npz(file: BinaryIO, run_id: str, series: Series, records: Sequence[Record]) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _add_npy(archive, "capd", np.array(_description(run_id, series, records)))
+        add_npy(archive, "capd", np.array(_description(run_id, series, records)))
         for record in records:
-            _add_npy(archive, str(record.index), series.read(record.index))
+            add_npy(archive, str(record.index), series.read(record.index))
 
 
-def _add_npy(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
+def add_npy(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
+    """Add an array to the archive that an .npz file is."""
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
         npy_format.write_array(entry, array, allow_pickle=False)
 

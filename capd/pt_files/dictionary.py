@@ -36,6 +36,7 @@ __all__ = [
     "capture_of",
     "dictionary_of",
     "foreign_capture",
+    "standard_metadata",
 ]
 
 T = TypeVar("T")
@@ -100,21 +101,6 @@ def dictionary_of(
     The caller's metadata are next to the standard fields. If a caller's field has the name of a standard field, only
     the copy under "capd" keeps it.
     """
-    key = naming.shown(series.key)
-    standard = {
-        "layer_type": key.layer_type or "unknown",
-        "operation": key.operation,
-        "quant_type": key.quant_type,
-        "tensor_name": key.tensor_name,
-        "layer_idx": naming.layer(key),
-        "phase": key.phase or "unknown",
-        "component": key.component or "unknown",
-        "rank": key.rank,
-        "sample_idx": record.sample_idx or 0,
-        "iteration": record.iteration,
-        "save_time": time.strftime(_SAVE_TIME, time.localtime(record.time_ns // 1_000_000_000)),
-    }
-    left_out = _ADDED_LATER.get(naming.scheme, set())
     return {
         "tensor": tensor,
         "tensor_info": {
@@ -127,10 +113,30 @@ def dictionary_of(
         },
         "metadata": {
             **record.metadata,
-            **{name: value for name, value in standard.items() if name not in left_out},
+            **standard_metadata(series.key, record, naming),
             "capd": _origin(run_id, series, record),
         },
     }
+
+
+def standard_metadata(key: Key, moment: Moment | Record, naming: Naming) -> dict[str, Any]:
+    """Return the standard fields of the metadata, as the naming scheme has them."""
+    shown = naming.shown(key)
+    standard = {
+        "layer_type": shown.layer_type or "unknown",
+        "operation": shown.operation,
+        "quant_type": shown.quant_type,
+        "tensor_name": shown.tensor_name,
+        "layer_idx": naming.layer(shown),
+        "phase": shown.phase or "unknown",
+        "component": shown.component or "unknown",
+        "rank": shown.rank,
+        "sample_idx": moment.sample_idx or 0,
+        "iteration": moment.iteration,
+        "save_time": time.strftime(_SAVE_TIME, time.localtime(moment.time_ns // 1_000_000_000)),
+    }
+    left_out = _ADDED_LATER.get(naming.scheme, set())
+    return {name: value for name, value in standard.items() if name not in left_out}
 
 
 def _origin(run_id: str, series: Series, record: Record) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from capd_client.protocol.key import MAX_INDEX
 from capd_client.rules.schema import RuleSettings
 
 __all__ = [
-    "MODES", "POLICIES", "RINGS", "SNAPSHOTS", "VARIABLES", "ClientConfig", "check_file_value", "check_setting",
-    "load_config", "parse_endpoint",
+    "CP_ORDERS", "MODES", "POLICIES", "RINGS", "SNAPSHOTS", "VARIABLES", "ClientConfig", "check_file_value",
+    "check_setting", "load_config", "parse_endpoint",
 ]  # fmt: skip
 
 logger = logging.getLogger("capd_client")
@@ -30,6 +30,7 @@ MODES = ("tensor", "stats")
 SNAPSHOTS = ("always", "auto")
 RINGS = ("wait", "drop")
 GPU_CALLS = ("raw", "torch")
+CP_ORDERS = ("zigzag", "contiguous")
 MAX_PIECE_NBYTES = 1 << 30
 MIN_PIECE_NBYTES = 1 << 20
 DEFAULT_MAX_BLOCK_MS = 30_000.0
@@ -82,6 +83,7 @@ class ClientConfig:
             `ring_waits`.
         gpu_calls: "raw" calls CUDA's runtime directly if that has proved itself (`capd_client.device.cuda.raw_calls`);
             "torch" never does.
+        cp_order: How the job deals out sequences over context parallel ranks; one of CP_ORDERS.
         max_block_ms: The longest wait of one capture under policy `block`.
         strict: Whether an unusable value raises ConfigError.
         ping_s: Seconds between two PINGs.
@@ -124,6 +126,7 @@ class ClientConfig:
     snapshot: str = _setting("always", values.one_of(SNAPSHOTS), "CAPD_SNAPSHOT")
     ring: Optional[str] = _setting(None, values.one_of(RINGS), "CAPD_RING")
     gpu_calls: str = _setting("raw", values.one_of(GPU_CALLS), "CAPD_GPU_CALLS")
+    cp_order: str = _setting("zigzag", values.one_of(CP_ORDERS), "CAPD_CP_ORDER")
     max_block_ms: float = _setting(DEFAULT_MAX_BLOCK_MS, values.number(0, 86_400_000), "CAPD_MAX_BLOCK_MS")
     strict: bool = False
     ping_s: float = _setting(5.0, values.number(0.01, 3600), "CAPD_PING_S")

@@ -45,7 +45,7 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             known = found.setdefault(name, [])
             taken = {(site.kind, site.suffix) for site in known}
             known.extend(site for site in sites if (site.kind, site.suffix) not in taken)
-    place = coordinates(model.parameters())
+    place = (*coordinates(model.parameters()), *_dropout(model))
     return {name: _at(place, found[name]) for name, _ in model.named_modules() if found.get(name)}
 
 
@@ -54,8 +54,15 @@ def multiplies(module: nn.Module) -> bool:
     return linears.is_linear(module) or megatron.is_one_kernel(module)
 
 
+def _dropout(model: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return the largest probability of the model's dropout, if there is any: ranks and runs may draw differently."""
+    kinds = (nn.modules.dropout._DropoutNd,)
+    largest = max((float(module.p) for module in model.modules() if isinstance(module, kinds)), default=0.0)
+    return (("dropout", largest),) if largest > 0 else ()
+
+
 def _at(place: tuple[tuple[str, Any], ...], sites: list[Site]) -> list[Site]:
-    """Return the sites with this rank's place in the model's device mesh.
+    """Return the sites with what is said of the model: this rank's place in its device mesh, its dropout.
 
     Attributes of the framework take precedence.
     """

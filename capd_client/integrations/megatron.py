@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
@@ -37,6 +37,15 @@ _FUSED_GRADIENT = (
 )
 
 
+class _Found(NamedTuple):
+    """A module of a model that is tapped, by its qualified name, with the attributes of all its tensors."""
+
+    model: nn.Module
+    name: str
+    module: Any
+    attributes: Attributes
+
+
 # In every version a layer's forward looks these functions up when it runs.
 _LINEAR = FunctionSite(
     "megatron linear", LINEAR, ("input", "weight"),
@@ -58,7 +67,8 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
         make = next((make for kind, make in makers if isinstance(module, kind)), None)
         if make is not None:
             common = ranks.coordinates(model) if common is None else common
-            found[name] = [make(module, (*common, *ranks.expert(model, name)))]
+            own = (*common, *ranks.expert(model, name), *ranks.described(model, name, module))
+            found[name] = [make(_Found(model, name, module, tuple(dict(own).items())))]
     return found
 
 
@@ -68,7 +78,7 @@ def is_one_kernel(module: nn.Module) -> bool:
     return grouped is not None and isinstance(module, grouped)
 
 
-def _makers() -> list[tuple[type[nn.Module], Callable[[Any, Attributes], Site]]]:
+def _makers() -> list[tuple[type[nn.Module], Callable[[_Found], Site]]]:
     """Return the imported classes of megatron, each with the function that makes a site of its modules."""
     wanted = [
         (LAYERS, "ColumnParallelLinear", _column),
@@ -89,19 +99,19 @@ def _class(module: str, name: str) -> Any:
     return found if isinstance(found, type) else None
 
 
-def _column(module: Any, attributes: Attributes) -> Site:
-    return _linear(module, attributes, ranks.column_placements(module))
+def _column(found: _Found) -> Site:
+    return _linear(found, ranks.column_placements(found.name, found.module))
 
 
-def _row(module: Any, attributes: Attributes) -> Site:
-    return _linear(module, attributes, ranks.row_placements(module))
+def _row(found: _Found) -> Site:
+    return _linear(found, ranks.row_placements(found.name, found.module))
 
 
-def _linear(module: Any, attributes: Attributes, placements: ranks.OfTensor) -> Site:
-    fused = module.gradient_accumulation_fusion
+def _linear(found: _Found, placements: ranks.OfTensor) -> Site:
+    fused = found.module.gradient_accumulation_fusion
     return Site(
-        module, LINEAR, function=_LINEAR, attributes=attributes, of_tensor=placements, describe=_describe_linear,
-        lacks=(("grad_weight", _FUSED_GRADIENT),) if fused else (),
+        found.module, LINEAR, function=_LINEAR, attributes=found.attributes, of_tensor=placements,
+        describe=_describe_linear, lacks=(("grad_weight", _FUSED_GRADIENT),) if fused else (),
     )  # fmt: skip
 
 
@@ -117,16 +127,17 @@ def _describe_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     }
 
 
-def _router(module: Any, attributes: Attributes) -> Site:
+def _router(found: _Found) -> Site:
     return Site(
-        module, LINEAR, function=_GATING, attributes=attributes, of_tensor=ranks.router_placements(module)
-    )
+        found.module, LINEAR, function=_GATING, attributes=found.attributes,
+        of_tensor=ranks.router_placements(found.module),
+    )  # fmt: skip
 
 
-def _attention(module: Any, attributes: Attributes) -> Site:
+def _attention(found: _Found) -> Site:
     return Site(
-        module, ATTENTION, ("query", "key", "value"), attributes=(("layout", "sbhd"), *attributes),
-        of_tensor=ranks.attention_placements(module), describe=_describe_attention,
+        found.module, ATTENTION, ("query", "key", "value"), attributes=(("layout", "sbhd"), *found.attributes),
+        of_tensor=ranks.attention_placements(found.model, found.name), describe=_describe_attention,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from capd_client.hooks.sites import Attributes, Site, operands_of
+from capd_client.integrations import megatron_ranks
 from capd_client.integrations.te_inspection import inspects
 from capd_client.protocol.kinds import ATTENTION, LINEAR, Kind
 
@@ -27,6 +28,8 @@ _GROUPED = Kind("linear", "grouped_linear", ("input",))
 
 _BEFORE_CAST: Attributes = (("operands", "before the cast to low precision"),)
 _BEFORE_NORM: Attributes = (("operands", "input before the normalisation"),)
+_COLUMN = {"TEColumnParallelLinear", "TELayerNormColumnParallelLinear"}
+_ROW = {"TERowParallelLinear"}
 _FUSED = "fuse_wgrad_accumulation adds it to main_grad, not to grad; compute grad_outputᵀ · input"
 _SPLIT = "it is held in several parameters"
 
@@ -36,7 +39,28 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     if "transformer_engine.pytorch" not in sys.modules:
         return {}
     found = {name: _maker_of(type(module)) for name, module in model.named_modules()}
-    return {name: [make(model.get_submodule(name))] for name, make in found.items() if make is not None}
+    sites = {name: make(model.get_submodule(name)) for name, make in found.items() if make is not None}
+    common = megatron_ranks.coordinates(model) if "megatron.core.parallel_state" in sys.modules else ()
+    if not common:
+        return {name: [site] for name, site in sites.items()}
+    return {name: [_placed(site, model, name, common)] for name, site in sites.items()}
+
+
+def _placed(site: Site, model: nn.Module, name: str, common: Attributes) -> Site:
+    """Return the site with the rank's place in Megatron's groups, and with the placements of a linear."""
+    if site.kind is not LINEAR:
+        # Which part of other tensors a rank has is not known, so ranks are told apart.
+        own = tuple(pair for pair in common if pair[0] != "batch_dims")
+        return site._replace(attributes=(*site.attributes, *own))
+    module: Any = site.module
+    bases = {base.__name__ for base in type(module).__mro__}
+    # Megatron splits an expert's weight without telling TransformerEngine.
+    mode = "column" if bases & _COLUMN else "row" if bases & _ROW else getattr(module, "parallel_mode", None)
+    said = (*common, *megatron_ranks.expert(model, name), *megatron_ranks.described(model, name, module))
+    return site._replace(
+        attributes=(*site.attributes, *dict(said).items()),
+        of_tensor=megatron_ranks.module_placements(name, module, mode),
+    )
 
 
 def _maker_of(kind: type[nn.Module]) -> Callable[[Any], Site] | None:

@@ -95,7 +95,8 @@ def _of_dtensor(tensor: Any) -> Attributes:
             f"{name}_placement": f"S({where.dim})" if name in late else str(where)
             for name, where in by_name.items()
         }
-        known[placements] = {"mesh": order, **laid_out, **_place(mesh)}
+        # A mesh cut out of a larger one does not tell the groups apart that know nothing of each other.
+        known[placements] = {"mesh": order, **laid_out, **_place(_root_of(mesh)), **_place(mesh)}
     return known[placements]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from capd.cli.options import Json, grouped, option
+from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.scheduling import ClusterOptions
@@ -55,6 +55,9 @@ def export(
     layer_base: Annotated[
         int, option("--layer-base", "0|1", "pt: number of the first layer.", min=0, max=1)
     ] = 0,
+    logical: Annotated[
+        bool, flag("--logical", "pt, npz: whole tensors, put together from the parts of all ranks.")
+    ] = False,
     *,
     keys: KeyOptions,
     jobs: Annotated[
@@ -100,6 +103,9 @@ def export(
     it is larger. docs/exchange.md describes the files for other tools.
     docs/migration-files.md describes the .pt files.
 
+    With --logical, a file holds a whole tensor (docs/logical.md): DIR/QUANT_TYPE/….pt for each moment, or
+    DIR/QUANT_TYPE/NAME.npz. Nothing is written if a part of any of them is missing.
+
     \b
     Examples:
       capd export captures --run exp7 --out files
@@ -107,9 +113,11 @@ def export(
       capd export captures --to npz --tensor weight -o arrays
       capd export captures --to parquet -o table
       capd export captures --to csv -o scalars
+      capd export captures --logical --tensor weight -o whole
 
     \b
     Exit codes:
+      2  --logical: a part is missing or does not fit
       4  a scalar cannot be read; the others are written
       5  nothing matches
       6  the disk is full
@@ -121,6 +129,12 @@ def export(
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
     if to in ("csv", "parquet", "sglang", "tensorboard") and cluster.is_used:
         raise ConfigError(f"--to {to} is written by one process; leave --scheduler out")
+    naming = Naming(names, tensor_names, layer_base)
+    if logical:
+        if cluster.is_used:
+            raise ConfigError("--logical joins the parts in this process; leave --scheduler out")
+        _export_whole(opened, tests, keys, attempt_of(attempt), out, to, naming, as_json)
+        return
     if to == "csv":
         raise typer.Exit(_export_scalars(opened, tests, out, attempt_of(attempt), as_json))
     everything = opened.find(attempt=attempt_of(attempt))
@@ -139,7 +153,6 @@ def export(
     if out is None:
         _say_how_much(chosen, Path(f"{opened.path.stem}-{to}"), to, as_json)
         return
-    naming = Naming(names, tensor_names, layer_base)
     if cluster.is_used:
         on_cluster = ClusterExport(cluster, to, attempt_of(attempt), naming, jobs)
         with on_cluster.files(opened, chosen, out) as written:
@@ -166,6 +179,26 @@ def _events(
     read = readable_scalars(opened, tests, attempt)
     note_skipped(read)
     return export_tensorboard(opened.run_id, chosen, read.found, out)
+
+
+def _export_whole(
+    opened: Store, tests: Tests, keys: KeyOptions, attempt: int | str, out: Path | None, to: str, naming: Naming,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Export the selected whole tensors, or say how much that would be."""
+    from capd.cli.store.whole_tensors import chosen_tensors, whole_files
+
+    chosen, left_out = chosen_tensors(opened, tests, keys, attempt, to)
+    if left_out:
+        note(f"{left_out:,} tensors keep only statistics and are left out")
+    if out is None:
+        records = sum(map(len, chosen))
+        what = f"{human_count(records, 'record')} of {human_count(len(chosen), 'whole tensor')}"
+        said = f"{what}; nothing is written yet: -o {opened.path.stem}-whole writes it"
+        document = {"directory": None, "format": to, "records": records, "tensors": len(chosen)}
+        print_either(document, prose([said], 2), as_json=as_json)
+        return
+    _report(whole_files(opened, chosen, out, to, naming), chosen, out, to, as_json)
 
 
 def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:
@@ -231,13 +264,14 @@ def _files(
     return export_arrays(run_id, chosen, out, f".{to}")
 
 
-def _report(written: Iterator[ExportedFile], chosen: list[Series], out: Path, to: str, as_json: bool) -> None:
+def _report(
+    written: Iterator[ExportedFile], chosen: Sequence[Sized], out: Path, to: str, as_json: bool
+) -> None:
     files = records = nbytes = raw_nbytes = 0
-    records_in_all = sum(len(series) for series in chosen)
-    ranks = len({series.key.rank for series in chosen})
+    records_in_all = sum(map(len, chosen))
     total, what = {
         "pt": (records_in_all, "records"), "sglang": (records_in_all, "records"),
-        "parquet": (1, "tables"), "tensorboard": (ranks, "ranks"),
+        "parquet": (1, "tables"),
     }.get(to, (len(chosen), "series"))  # fmt: skip
     with Progress(total, what) as progress:
         for file in written:

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from capd.cli.completion import series_paths, store_paths
-from capd.cli.options import Json, Wide, option
+from capd.cli.options import Json, Wide, flag, option
 from capd.cli.output import (
     human_count,
     human_nbytes,
@@ -72,6 +72,9 @@ def show(
     limit: Annotated[int, option("--limit", "N", "Records to list of a series or scalar.", min=1)] = 20,
     attempt: AttemptOption = "latest",
     values: Annotated[int, option("--values", "N", "First values to print of a record.", min=0)] = 8,
+    logical: Annotated[
+        bool, flag("--logical", "Show the whole tensor, put together from the parts of all ranks.")
+    ] = False,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
@@ -82,15 +85,19 @@ def show(
     histogram of values. The name of a scalar, such as loss, shows its last values on all ranks. #i counts the
     records of all attempts.
 
+    With --logical, SERIES is a path, or the name of a whole tensor, such as layers.3.mlp.fc1.forward.weight.
+    docs/logical.md describes how its parts are put together.
+
     \b
     Examples:
       capd show captures "*layer3*.backward.grad_output"
       capd show captures loss
       capd show captures linear.forward.weight#-1 --values 32
+      capd show captures linear_fc1.forward.weight#0 --logical
 
     \b
     Exit codes:
-      2  several series match
+      2  several series match; --logical: a part is missing or does not fit
       4  a scalar cannot be read on some rank
       5  no series matches, or it has no such record
     """
@@ -102,6 +109,12 @@ def show(
 
         raise typer.Exit(show_scalar(opened, series, limit, attempt_of(attempt), wide=wide, as_json=as_json))
     name, number = _split(series)
+    if logical:
+        from capd.cli.store.whole_tensors import find_tensor, show_tensor
+
+        tensor = find_tensor(opened, name, attempt_of(attempt))
+        show_tensor(tensor, number, limit, values, wide=wide, as_json=as_json)
+        return
     found = find_one(opened, name)
     if number is None:
         found = found.of_attempt(attempt_of(attempt))

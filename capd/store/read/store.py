@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -26,6 +26,9 @@ from capd.store.documents.gradient_names import answers
 from capd.store.documents.tombstone import RemovedSeries, Tombstone, removed_series
 from capd.store.keeps.file import distinct_keeps
 from capd.store.keeps.keep import Keep
+from capd.store.logical.grouping import logical_series
+from capd.store.logical.ranks import KnownRanks
+from capd.store.logical.series import LogicalSeries
 from capd.store.objects.address import Address, RunPlace, place_of
 from capd.store.read.elements import ReadTools
 from capd.store.read.notebook import store_html
@@ -169,17 +172,52 @@ class Store:
             ConfigError: `attempt` is none of these.
             CapdError: A name is not a key field.
         """
-        unknown = key.keys() - _KEY_FIELDS
-        if unknown:
-            known = ", ".join(("path", *Key.__struct_fields__))
-            raise CapdError(f"unknown key field {min(unknown)!r}; known: {known}")
-        tests = [_test(name, value) for name, value in key.items()]
+        tests = _tests(key)
         found = self._pick(lambda key: all(test(key) for test in tests), attempt)
         return SeriesList(
             series
             for series in found
             if (path is None or fnmatchcase(series.path, path))
             and (not isinstance(attempt, int) or len(series))
+        )
+
+    def logical(
+        self, *, path: str | None = None, attempt: int | str = "latest", **key: Any
+    ) -> list[LogicalSeries]:
+        """Return the whole tensors of which the matching series hold parts (docs/logical.md). Reads no element.
+
+        The parts of all ranks belong to a tensor, although only one of them matches. A tensor also matches by its own
+        key, in which an expert has its number over all ranks.
+
+        Args:
+            path: As in `find`.
+            attempt: As in `find`.
+            **key: As in `find`.
+
+        Raises:
+            ContradictoryParts: The attributes of a matching series are not what docs/logical.md says.
+            ConfigError: As `find`.
+            CapdError: As `find`.
+        """
+        tests = _tests(key)
+        # A tensor that keeps only statistics on one rank is named when it is joined.
+        return logical_series(
+            self.find(attempt=attempt),
+            self._known_ranks,
+            lambda one, where: (
+                all(test(one) for test in tests) and (path is None or fnmatchcase(where, path))
+            ),
+        )
+
+    @property
+    def _known_ranks(self) -> KnownRanks:
+        return KnownRanks(
+            (
+                (row.header.key.rank, node.name, row.header.attributes)
+                for node in self._nodes
+                for row in node.series.values()
+            ),
+            ((row.rank, node, row.world_size) for node, row in self.sessions_by_node()),
         )
 
     def __getitem__(self, path: str) -> Any:
@@ -366,6 +404,13 @@ class SeriesList(list[Series]):
 def is_glob(text: str) -> bool:
     """Return whether a text selects by `*` or `?`."""
     return "*" in text or "?" in text
+
+
+def _tests(key: Mapping[str, Any]) -> list[Callable[[Key], bool]]:
+    if unknown := key.keys() - _KEY_FIELDS:
+        known = ", ".join(("path", *Key.__struct_fields__))
+        raise CapdError(f"unknown key field {min(unknown)!r}; known: {known}")
+    return [_test(name, value) for name, value in key.items()]
 
 
 def _test(field: str, value: Any) -> Callable[[Key], bool]:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integration.frameworks.megatron_context import gathering, positions
 from tests.kit.models import megatron_cpu
+from tests.kit.models.megatron_context import gathering, positions
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 16, 4, 2, 24
 VOCABULARY, SEQUENCE, MICRO_BATCH_SIZE = 32, 8, 2

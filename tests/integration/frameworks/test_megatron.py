@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import capd
-from tests.integration.frameworks.megatron_context import order
 from tests.integration.frameworks.megatron_job import (
     EXPERTS,
     FFN,
@@ -48,6 +47,7 @@ from tests.kit.algebra import (
     controls,
 )
 from tests.kit.expected import Expected
+from tests.kit.models.megatron_context import order
 from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole job

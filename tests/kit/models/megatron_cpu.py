@@ -28,6 +28,7 @@ def install() -> None:
     sys.modules["grouped_gemm"] = grouped_gemm  # a kernel that runs on GPUs alone
     from megatron.core import distributed, models, optimizer, pipeline_parallel  # noqa: F401
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -49,6 +50,9 @@ def install() -> None:
         moe_utils.te_general_gemm = None  # 0.16 reads it where TransformerEngine is absent
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = _on_the_host
+    exchange: Any = p2p_communication
+    exchange._batched_p2p_ops = lambda **kwargs: list(_exchange(**kwargs).values())
+    exchange._p2p_ops = _exchange
     norm: Any = torch_norm.WrappedTorchNorm
     norm.__new__ = staticmethod(_norm_for_sequences(norm.__new__))
 
@@ -89,6 +93,28 @@ def _grouped_product(rows: Any, weights: Any, batch_sizes: Any, trans_b: bool = 
 def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What it does with a tensor on a device: sizes for gloo must be numbers, not tensors."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def _exchange(
+    *, group: Any, prev_pipeline_rank: int, next_pipeline_rank: int, **tensors: Any
+) -> dict[str, Any]:
+    """The sends and receives of a pipeline stage.
+
+    Two stages are each other's next and previous ones, and gloo matches what two ranks exchange by order and tag alone.
+    So activations and gradients have tags of their own.
+    """
+    from torch import distributed
+
+    peers = {"prev": prev_pipeline_rank, "next": next_pipeline_rank}
+    requests = {}
+    for what in ("send_prev", "recv_prev", "send_next", "recv_next"):
+        tensor, (verb, peer) = tensors[f"tensor_{what}"], what.split("_")
+        if tensor is not None:
+            begin = distributed.isend if verb == "send" else distributed.irecv
+            requests[what] = begin(
+                tensor, peers[peer], group, tag=1 if what in ("send_next", "recv_prev") else 2
+            )
+    return requests
 
 
 def _norm_for_sequences(new: Callable[..., Any]) -> Callable[..., Any]:

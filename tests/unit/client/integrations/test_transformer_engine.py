@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import capd_client
+from capd.store.logical.layout import layout_of
 from capd_client.config.settings import ClientConfig
-from capd_client.integrations import te_inspection
+from capd_client.integrations import megatron_ranks, te_inspection
 from capd_client.watching.watch import watch
 from tests.kit.client.sink import Captured, MemorySink
 from tests.kit.paths import TE_STAND_IN
@@ -248,3 +250,84 @@ def test_a_watched_model_is_not_held(engine: Any, sink: MemorySink) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class ParallelState:
+    """Megatron's groups as one rank of four sees them: two tensor, two context parallel ranks."""
+
+    def __getattr__(self, asked: str) -> Any:
+        places = {
+            "tensor_model_parallel": (1, 2), "context_parallel": (0, 2), "data_parallel": (0, 1),
+            "expert_tensor_parallel": (1, 2), "expert_data_parallel": (0, 1), "expert_model_parallel": (0, 1),
+        }  # fmt: skip
+        group, _, _ = asked.removeprefix("get_").partition("_world_size" if "world" in asked else "_rank")
+        if group not in places:
+            raise AttributeError(asked)
+        return lambda: places[group]["world_size" in asked]
+
+
+def test_in_megatron_linears_say_which_part_they_have_after_their_communication(
+    engine: Any, sink: MemorySink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TELayerNormColumnParallelLinear(engine.LayerNormLinear):  # type: ignore[misc]
+        """As Megatron names its own."""
+
+    class TERowParallelLinear(engine.Linear):  # type: ignore[misc]
+        """As Megatron names its own."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear_fc1 = TELayerNormColumnParallelLinear(4, 8)
+            self.linear_fc2 = TERowParallelLinear(8, 4)
+            self.linear_fc1.config = SimpleNamespace(gated_linear_unit=True)
+            self.linear_fc1.sequence_parallel = self.linear_fc2.sequence_parallel = True
+            self.core = engine.DotProductAttention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear_fc2(self.linear_fc1(x))  # type: ignore[no-any-return]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.experts = Mlp(), nn.Module()
+            self.experts.local_experts = nn.ModuleList([Mlp(), Mlp()])
+            self.experts.num_local_experts = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts.local_experts[1](self.mlp(x))  # type: ignore[no-any-return, index, operator]
+
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", ParallelState())
+    model = Block()
+    handle = watch(model, steps="all", tensors=("input", "weight", "output", "grad_output", "grad_weight"))
+    model(torch.randn(3, 2, 4, requires_grad=True)).sum().backward()
+    handle.remove()
+
+    found = {(one.key.module, one.key.tensor_name): one.attributes for one in sink.captured}
+    tp = {name: attributes.get("tp_placement") for name, attributes in found.items()}
+    own = "mlp.linear_fc"
+    assert {name: tp[f"{own}1", name] for name in ("input", "weight", "output", "grad_output", "grad_weight")} == {
+        "input": "S(0)", "weight": "S(0):2", "output": "S(-1):2", "grad_output": "S(-1):2", "grad_weight": "S(0):2",
+    }  # fmt: skip
+    assert {name: tp[f"{own}2", name] for name in ("input", "weight", "output", "grad_output", "grad_weight")} == {
+        "input": "S(-1)", "weight": "S(1)", "output": "S(0)", "grad_output": "S(0)", "grad_weight": "S(1)",
+    }  # fmt: skip
+    assert found[f"{own}1", "input"]["cp_placement"] == "Z(0)"
+    assert found[f"{own}1", "input"]["mesh"] == ("cp", "tp")
+    assert found[f"{own}1", "grad_weight"]["cp_placement"] == "P(sum)"
+    assert found[f"{own}1", "input"]["batch_dims"] == ("dp",)
+    expert = found["experts.local_experts.1.linear_fc2", "output"]
+    assert (expert["etp_placement"], expert["expert"], expert["batch_dims"]) == ("P(sum)", 1, ("edp",))
+    assert "tp_placement" not in expert
+    for attributes in found.values():
+        layout_of(attributes)  # which checks each of them
+
+
+def test_a_job_may_say_that_it_deals_out_sequences_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", ParallelState())
+    module = SimpleNamespace(sequence_parallel=False, config=None)
+    for order, placement in (("zigzag", "Z(0)"), ("contiguous", "S(0)")):
+        monkeypatch.setenv("CAPD_CP_ORDER", order)
+        placed = dict(megatron_ranks.module_placements("mlp.linear_fc2", module, "row"))
+        assert dict(placed["input"])["cp_placement"] == placement
+        assert dict(placed["weight"])["cp_placement"] == "R"
