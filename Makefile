@@ -109,6 +109,7 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/rank_statistics.py
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/products/replay.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/cluster/workers.py
 	$(BIN)/python benchmarks/cluster/cluster_model.py

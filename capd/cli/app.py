@@ -53,6 +53,9 @@ VERBS: dict[str, _Verb] = {
     "compare": _Verb(
         "compare.compare", "compare", "Compare number formats on captured tensors, or two captures."
     ),
+    "replay": _Verb(
+        "replay.replay", "replay", "Compute captured products again under recipes of quantised training."
+    ),
     "report": _Verb("report.report", "report", "Write statistics and figures as a page or into a directory."),
     "plot": _Verb("report.plot", "plot", "Draw one figure for a paper: PNG, SVG or PDF."),
     "metrics": _Verb(

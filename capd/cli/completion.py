@@ -16,7 +16,8 @@ from typing import Any
 import typer
 
 __all__ = [
-    "any_of", "any_where", "field_lists", "format_lists", "lists_of", "pairs_between", "run_names", "run_words",
+    "any_of", "any_where", "field_lists", "format_lists", "lists_of", "pairs_between", "recipe_lists", "run_names",
+    "run_words",
     "series_paths", "store_paths", "store_roots", "tag_words", "values_of",
 ]  # fmt: skip
 
@@ -74,6 +75,14 @@ def format_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
     from capd_client.formats.spec import FORMATS
 
     return _listed(incomplete, FORMATS)
+
+
+@_offered
+def recipe_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """Complete recipes with commas between them."""
+    from capd_client.formats.spec import FORMATS
+
+    return _listed(incomplete, ("none", *FORMATS))
 
 
 @_offered

@@ -44,6 +44,7 @@ def document(
     choices: Sequence[FormatChoice] = (),
     scalars: Sequence[dict[str, Any]] = (),
     alerts: Sequence[dict[str, Any]] = (),
+    replay: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make the document of records from the named runs or directories.
 
@@ -54,6 +55,7 @@ def document(
         choices: The formats that were to be measured.
         scalars: The lines of the runs' scalars (`capd.report.scalars.scalar_lines`).
         alerts: The alerts of the runs (`capd.report.alert_rows`).
+        replay: The replay of the products, if recipes were named (`capd.replay.document`).
     """
     groups = gathered.groups
     return {
@@ -81,6 +83,7 @@ def document(
         **format_numbers(groups),
         "scalars": list(scalars),
         "alerts": list(alerts),
+        "replay": replay,
     }
 
 

@@ -6,15 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
-from capd.cli.completion import format_lists, store_paths
+from capd.cli.completion import format_lists, recipe_lists, store_paths
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
 from capd.cli.progress import Progress
+from capd.cli.replayed import recipes_of, replay_numbers
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.scheduling import ClusterOptions
 from capd.cli.sources import SourceOptions, Sources, found_beside, found_in
@@ -24,6 +25,7 @@ from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
+    from capd.replay.recipes import ReplayRecipe
     from capd.report.directory import ReportDirectory
     from capd.report.gather import GatheredRecords
 
@@ -31,6 +33,9 @@ __all__ = ["WrittenReport", "must_name_directory", "report", "write_report"]
 
 JSON_NAME, TEXT_NAME = "global_statistics.json", "global_statistics_report.txt"
 PAGE_NAME = "report.html"
+Asked: TypeAlias = "tuple[Sequence[ReplayRecipe], SourceOptions]"
+# The recipes of a replay, and the options that chose the records.
+
 _PAGES = (".html", ".htm")
 _FILES = (*_PAGES, ".pdf", ".png", ".svg", ".json", ".txt", ".csv")
 
@@ -64,6 +69,15 @@ def report(
             autocompletion=format_lists,
         ),
     ] = DEFAULT_FORMATS,
+    recipe: Annotated[
+        str | None,
+        option(
+            "--recipe",
+            "LIST",
+            "Also replay the products of linear layers in these recipes, as `capd replay` does.",
+            autocompletion=recipe_lists,
+        ),
+    ] = None,
     force: Annotated[bool, flag("--force", "Replace FILE.html, even if no report wrote it.")] = False,
     quick: Annotated[bool, flag("--quick", "Use only stored statistics; read no tensor of a run.")] = False,
     as_json: Json = False,
@@ -104,6 +118,9 @@ def report(
       7  another report writes to DIR
     """
     wanted = () if quick else choices_of(formats)
+    replayed = None if recipe is None else (recipes_of(recipe), source)
+    if replayed is not None and (quick or len(stores or ()) > 1):
+        raise ConfigError("--recipe reads the tensors of one STORE; leave out --quick, and name one")
     one_page = out.suffix.lower() in _PAGES and not out.is_dir()
     if not one_page:
         must_name_directory(out)
@@ -111,14 +128,14 @@ def report(
     found = found_in(places[0], source) if len(places) == 1 else found_beside(places, source)
     found = replace(found, cluster=cluster)
     if one_page:
-        gathered = _write_page(found, out, quick=quick, choices=wanted, force=force)
+        gathered = _write_page(found, out, quick=quick, choices=wanted, force=force, replay=replayed)
         _print_written({"file": os.fspath(out)}, [out.name], gathered, as_json)
         raise typer.Exit(found.exit_code(gathered))
     if force:
         raise ConfigError(
             "--force is for one page, as in -o report.html; in a directory only files of a report are replaced"
         )
-    written = write_report(found, out, quick=quick, choices=wanted)
+    written = write_report(found, out, quick=quick, choices=wanted, replay=replayed)
     where = {"directory": os.fspath(written.directory.path)}
     _print_written(where, written.directory.written, written.gathered, as_json)
     if written.problem is not None:
@@ -144,7 +161,9 @@ class _Content(NamedTuple):
     page: bytes
 
 
-def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) -> _Content:
+def _content(
+    found: Sources, *, quick: bool, choices: Sequence[FormatChoice], replay: Asked | None = None
+) -> _Content:
     from capd.report.alert_rows import alert_rows
     from capd.report.document import document
     from capd.report.page.data import page_data
@@ -159,6 +178,7 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
     plain = document(
         found.names, gathered, quick=quick, choices=choices, scalars=scalars,
         alerts=[] if found.files else alert_rows(found.names),
+        replay=None if replay is None else replay_numbers(found, *replay),
     )  # fmt: skip
     return _Content(
         gathered, plain, page_html(page_data(plain, gathered, files=found.files, choices=choices))
@@ -166,13 +186,19 @@ def _content(found: Sources, *, quick: bool, choices: Sequence[FormatChoice]) ->
 
 
 def _write_page(
-    found: Sources, out: Path, *, quick: bool, choices: Sequence[FormatChoice], force: bool
+    found: Sources,
+    out: Path,
+    *,
+    quick: bool,
+    choices: Sequence[FormatChoice],
+    force: bool,
+    replay: Asked | None = None,
 ) -> GatheredRecords:
     from capd.report.page.file import refuse_foreign_file, write_page_file
 
     # Reading can take long, so the file is checked first.
     refuse_foreign_file(out, force=force)
-    content = _content(found, quick=quick, choices=choices)
+    content = _content(found, quick=quick, choices=choices, replay=replay)
     write_page_file(out, content.page, force=force)
     return content.gathered
 
@@ -186,7 +212,12 @@ class WrittenReport(NamedTuple):
 
 
 def write_report(
-    found: Sources, out: Path, *, quick: bool = False, choices: Sequence[FormatChoice] = ()
+    found: Sources,
+    out: Path,
+    *,
+    quick: bool = False,
+    choices: Sequence[FormatChoice] = (),
+    replay: Asked | None = None,
 ) -> WrittenReport:
     """Write the statistics, the page and the figures into the directory `out`.
 
@@ -199,7 +230,7 @@ def write_report(
     from capd.report.text import report_lines
 
     with opened(out, (JSON_NAME, TEXT_NAME, PAGE_NAME)) as directory:
-        gathered, plain, page = _content(found, quick=quick, choices=choices)
+        gathered, plain, page = _content(found, quick=quick, choices=choices, replay=replay)
         directory.write(JSON_NAME, json_text(plain).encode())
         lines = "".join(f"{line}\n" for line in report_lines(plain))
         directory.write(TEXT_NAME, lines.encode(errors="replace"))

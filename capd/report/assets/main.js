@@ -10,13 +10,14 @@ import { boxes, trends } from "./sections/layers.js";
 import { outliers } from "./sections/outliers.js";
 import { overflow } from "./sections/overflow.js";
 import { overview } from "./sections/overview.js";
+import { replay } from "./sections/replay.js";
 import { summary } from "./sections/summary.js";
 import { tensor, tensors } from "./sections/tensors.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const PAGES = {
   summary: [word("Summary"), summary], overview: [word("Overview"), overview], errors: [word("Errors"), errors], distributions: [word("Distributions"), distributions], layers: [word("Layers"), boxes], outliers: [word("Outliers"), outliers],
-  iterations: [word("Iterations"), trends], hifp8: [word("HiFP8"), hifp8], overflow: [word("Overflow"), overflow], tensors: [word("Tensors"), tensors],
+  iterations: [word("Iterations"), trends], hifp8: [word("HiFP8"), hifp8], overflow: [word("Overflow"), overflow], ...(data.replay ? { replay: [word("Replay"), replay] } : {}), tensors: [word("Tensors"), tensors],
 };
 const THEMES = { auto: word("◐ as the system"), light: word("☀ light"), dark: word("☾ dark") };
 

@@ -29,6 +29,7 @@ from capd.report.page.group_data import (
 )
 from capd.report.page.ledger import ledger_data
 from capd.report.page.plain import METRICS, NUMBERS, picked, quantiles_of, rounded
+from capd.report.page.replay_data import replay_data
 from capd.report.page.scalars_data import scalars_data
 from capd.report.page.series_data import series_data
 from capd.report.page.verdict_data import verdict_data
@@ -83,6 +84,7 @@ def page_data(
         "iterations": iterations_data(groups, notes),
         "scalars": scalars_data(plain, notes),
         "alerts": alerts_data(plain, notes),
+        "replay": replay_data(plain, notes),
         "hifp8": hif8_data(groups),
         "hifp8_groups": hif8_groups(plain),
         "overflow": rounded(plain["overflow"]),

@@ -19,6 +19,7 @@ const NOTES = {
   alerts: word("Overview: the first {1} of {0} alerts are listed."),
   points: word("Iterations: scalars of more than {1} iterations are drawn as means, minima and maxima of equal parts."),
   channels: word("Outliers: of {0} groups, the {1} with the largest share of outliers are shown."),
+  replay: word("Replay: of {0} modules, the first {1} are listed."),
   boxes: word("Layers: of {0} pairs of a tensor and a layer, the first {1} are shown."),
 };
 

@@ -206,7 +206,7 @@ def test_what_is_too_much_for_one_page_is_left_out_and_said() -> None:
 def test_each_note_has_a_text_on_the_page() -> None:
     source = "".join(
         (files("capd.report") / "page" / f"{name}.py").read_text()
-        for name in ("group_data", "series_data", "scalars_data", "alerts_data")
+        for name in ("group_data", "series_data", "scalars_data", "alerts_data", "replay_data")
     )
     texts = (files("capd.report") / "assets" / "sections" / "overview.js").read_text(encoding="utf-8")
     written, known = (

@@ -1,0 +1,257 @@
+"""The calls of linear layers in a run: their operands and products, found among the records without elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capd.errors import CapdError, MissingParts, StoreError
+from capd.io.items import Item, Loaded
+from capd.lab.sampling import SOURCE_DTYPES
+from capd.replay.groups import Value
+from capd.store.logical.series import LogicalSeries
+from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.key import ORDINALS, Key, Moment
+from capd_client.protocol.kinds import GROUPED_LINEAR, LINEAR
+
+__all__ = ["CapturedTensor", "ReplayCall", "ReplayCalls", "sampled"]
+
+_TENSORS = {
+    ("forward", "input"): "x", ("forward", "weight"): "w", ("backward", "grad_output"): "g",
+    ("forward", "bias"): "bias", ("forward", "offsets"): "offsets", ("forward", "output"): "y",
+    ("backward", "grad_input"): "dx", ("backward", "grad_weight"): "dw",
+}  # fmt: skip
+_TITLES = {"x": "input", "w": "weight", "g": "grad_output"}
+_COMPONENTS = (LINEAR.component, GROUPED_LINEAR.component)
+# Captured once an iteration, or with each call if they are computed.
+_OF_ITERATION = ("w", "bias")
+_OF_LAYER = ("quant_type", "rank", "stack", "layer", "module")
+_FUSED = "input before"
+
+Layer = tuple[Value, ...]
+At = tuple[Value, ...]
+
+
+class CapturedTensor(NamedTuple):
+    """A captured tensor of a call.
+
+    Attributes:
+        name: The name in messages.
+        read: Returns the elements.
+        no_operand: The reason why they are no operand of a product, "" if they are.
+        dtype: The dtype.
+        shape: The shape.
+        nbytes: The memory that the elements take.
+        is_transposed: Whether it is a weight that is stored as [in_features, out_features], or [experts, …] of them.
+        rows: The note of the slice that was captured; None for a whole tensor.
+        expert: The expert whose rows these are, if the layer's experts have one weight.
+        is_whole: Whether it was put together from the parts of all ranks.
+        emulation: The emulation that the record names, None if it names none.
+    """
+
+    name: str
+    read: Callable[[], NDArray[np.generic]]
+    no_operand: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    is_transposed: bool = False
+    rows: str | None = None
+    expert: int | None = None
+    is_whole: bool = False
+    emulation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCall:
+    """A call of a linear layer.
+
+    Attributes:
+        place: The values of the fields of a call (`capd.replay.groups.FIELDS`).
+        tensors: The captured tensors: x, w, g, bias, and the products y, dx, dw.
+        is_grouped: Whether it multiplies the rows of several experts, each by its part of one weight.
+    """
+
+    place: Mapping[str, Value]
+    tensors: Mapping[str, CapturedTensor]
+    is_grouped: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in messages: that of the input, or of the output gradient."""
+        return next(self.tensors[name].name for name in ("x", "g") if name in self.tensors)
+
+    @property
+    def expert(self) -> int | None:
+        """The expert that the records name."""
+        return next((one.expert for one in self.tensors.values() if one.expert is not None), None)
+
+    @property
+    def emulation(self) -> str | None:
+        """The emulation that the records name."""
+        return next((one.emulation for one in self.tensors.values() if one.emulation is not None), None)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all operands."""
+        return sum(one.nbytes for name, one in self.tensors.items() if name in _TITLES)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some tokens alone were captured, so that dW would be another sum."""
+        return any(one.rows is not None for name, one in self.tensors.items() if name in ("x", "g"))
+
+    def reason(self, product: str, operands: tuple[str, str]) -> str | None:
+        """Return why a product of these operands cannot be replayed, None if it can."""
+        for name in operands:
+            one = self.tensors.get(name)
+            if one is None:
+                return f"{_TITLES[name]} was not captured"
+            if one.no_operand:
+                return f"{_TITLES[name]}: {one.no_operand}"
+            if name == "w" and one.rows is not None:
+                return "weight: a slice of it was captured"
+        if self.is_grouped and (self.is_partial or ("offsets" not in self.tensors and self.expert is None)):
+            return "which rows are of which expert is not known"
+        if product == "dw" and self.is_partial:
+            return "slices of tokens were captured, so dW would be another sum"
+        return None
+
+
+@dataclass(slots=True)
+class ReplayCalls:
+    """The captured tensors of linear layers: some 700 bytes for each record. Not thread-safe."""
+
+    _calls: dict[Layer, dict[At, dict[str, CapturedTensor]]] = field(default_factory=dict)
+    _of_iteration: dict[tuple[Layer, At], dict[str, CapturedTensor]] = field(default_factory=dict)
+    # The modules whose calls multiply the rows of several experts.
+    _grouped: set[str] = field(default_factory=set)
+
+    def add(self, item: Item, loaded: Loaded) -> None:
+        """Add an item if it is a tensor of a linear layer of a named module."""
+        key, moment = loaded.key, loaded.moment
+        name = _TENSORS.get((key.operation, key.tensor_name))
+        if name is None or key.component not in _COMPONENTS or not key.module:
+            return
+        self._note_group(key)
+        self._add(tuple(getattr(key, each) for each in _OF_LAYER), moment, name, _tensor(item, loaded, name))
+
+    def add_whole(self, series: LogicalSeries) -> None:
+        """Add a tensor that is put together from the parts of all ranks. Its rank is the place of its samples."""
+        key = series.key
+        name = _TENSORS.get((key.operation, key.tensor_name))
+        if name is None or key.component not in _COMPONENTS or not key.module:
+            return
+        self._note_group(key)
+        of_samples = ",".join(f"{dimension}={rank}" for dimension, rank in series.coordinates.items()) or None
+        layer = tuple(of_samples if each == "rank" else getattr(key, each) for each in _OF_LAYER)
+        for moment in series.moments:
+            self._add(layer, moment, name, _whole_tensor(series, moment, name))
+
+    def _note_group(self, key: Key) -> None:
+        if key.component == GROUPED_LINEAR.component:
+            self._grouped.add(key.module)
+
+    def _add(self, layer: Layer, moment: Moment, name: str, tensor: CapturedTensor) -> None:
+        at = tuple(getattr(moment, each) for each in ORDINALS)
+        if name in _OF_ITERATION:
+            shared = self._of_iteration.setdefault((layer, _iteration(at)), {})
+            shared.setdefault(name, tensor)
+        # A weight alone makes no call.
+        calls = self._calls.setdefault(layer, {})
+        calls.setdefault(at, {}).setdefault(name, tensor)
+
+    def by_module(self) -> list[list[ReplayCall]]:
+        """Return the calls of each module that have an input or an output gradient."""
+        found = [list(self._calls_of(layer)) for layer in self._calls]
+        return [calls for calls in found if calls]
+
+    def _calls_of(self, layer: Layer) -> Iterator[ReplayCall]:
+        for at, tensors in self._calls[layer].items():
+            if "x" in tensors or "g" in tensors:
+                # A whole weight is that of all samples.
+                of_all = tuple(
+                    None if each == "rank" else one for each, one in zip(_OF_LAYER, layer, strict=True)
+                )
+                shared = self._of_iteration.get((of_all, _iteration(at)), {})
+                shared = {**shared, **self._of_iteration.get((layer, _iteration(at)), {})}
+                place = {**dict(zip(_OF_LAYER, layer, strict=True)), **dict(zip(ORDINALS, at, strict=True))}
+                yield ReplayCall(place, {**tensors, **shared, **tensors}, place["module"] in self._grouped)
+
+
+def sampled(calls: Sequence[ReplayCall], share: float) -> list[ReplayCall]:
+    """Return a share of the calls of a module, each from the middle of its part, at least one."""
+    number = min(len(calls), max(1, round(share * len(calls))))
+    return [calls[(2 * place + 1) * len(calls) // (2 * number)] for place in range(number)]
+
+
+def _iteration(at: At) -> At:
+    return at[ORDINALS.index("attempt")], at[ORDINALS.index("iteration")]
+
+
+def _whole_tensor(series: LogicalSeries, moment: Moment, name: str) -> CapturedTensor:
+    attributes = series.attributes
+    reason = _reason(name, attributes)
+    shape: tuple[int, ...] = ()
+    if series.kept != "tensor":
+        reason = "only its statistics were kept"
+    elif "tensor_class" in attributes or series.dtype not in SOURCE_DTYPES:
+        reason = "it is of no high precision"
+    if not reason:
+        try:
+            shape = series.shape(moment)
+        except MissingParts:
+            reason = "parts of it are missing (--per-rank takes what each rank has)"
+        except CapdError:
+            reason = "its parts do not fit together (--per-rank takes what each rank has)"
+    return CapturedTensor(
+        series.name,
+        partial(series.numpy, moment),
+        reason,
+        series.dtype,
+        shape,
+        prod(shape) * ITEM_NBYTES.get(series.dtype, 0),
+        is_transposed=_is_transposed(name, attributes),
+        is_whole=True,
+    )
+
+
+def _reason(name: str, attributes: Mapping[str, Any]) -> str:
+    operands = str(attributes.get("operands", ""))
+    return (
+        f"a fused layer captured its {operands[:60]}" if name == "x" and operands.startswith(_FUSED) else ""
+    )
+
+
+def _is_transposed(name: str, attributes: Mapping[str, Any]) -> bool:
+    return name in ("w", "dw") and str(attributes.get("weight_layout")) in ("in_out", "expert,in,out")
+
+
+def _unread() -> NDArray[np.generic]:
+    raise StoreError("only its statistics were kept")
+
+
+def _tensor(item: Item, loaded: Loaded, name: str) -> CapturedTensor:
+    reason = _reason(name, loaded.attributes) or loaded.no_source or ""
+    # They are integers.
+    reason = "" if name == "offsets" else reason
+    emulation: Any = loaded.attributes.get("emulation")
+    note, expert = loaded.metadata.get("slice"), loaded.metadata.get("expert")
+    return CapturedTensor(
+        item.name,
+        item.read or _unread,
+        reason,
+        loaded.dtype,
+        tuple(loaded.shape),
+        item.nbytes,
+        is_transposed=_is_transposed(name, loaded.attributes),
+        rows=None if note is None else str(note),
+        expert=expert if type(expert) is int else None,
+        emulation=emulation if isinstance(emulation, str) else None,
+    )

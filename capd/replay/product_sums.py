@@ -1,0 +1,164 @@
+"""Measures one product of quantised operands against the exact product: its sums, its blame, the mean of draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capd.analyze.exact import exact
+from capd.replay.exact_product import After, ExactProduct, row_sums
+from capd.replay.sums import BlameSums, DrawSums, ProductSums, WorstRow
+
+__all__ = ["OperandPair", "measure_product"]
+
+
+class OperandPair(NamedTuple):
+    """The operands of one product in a recipe.
+
+    Attributes:
+        a: [rows, n] float32, quantised.
+        b: [n, columns] float32, quantised.
+        plain_a: The operand before it is quantised, and after its transform. None if it is not quantised.
+        plain_b: The same of b.
+        after: What the recipe does to the product. None for nothing.
+    """
+
+    a: Tensor
+    b: Tensor
+    plain_a: Tensor | None = None
+    plain_b: Tensor | None = None
+    after: After | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no operand is quantised, so that the product has no error."""
+        return self.plain_a is None and self.plain_b is None
+
+
+def measure_product(
+    drawn: Callable[[int], OperandPair],
+    product: ExactProduct,
+    *,
+    call: str = "",
+    draws: int = 1,
+    is_random: bool = False,
+    blame: bool = False,
+    row_of: Callable[[int], int] = int,
+) -> ProductSums:
+    """Return the sums of a product of which all draws are measured.
+
+    Args:
+        drawn: Returns the operands of a draw.
+        product: The exact product.
+        call: The name of the call in messages.
+        draws: The draws, 1 for a product that is not random.
+        is_random: Whether draws differ.
+        blame: Whether to attribute the error to the operands. It takes up to two more products.
+        row_of: Returns the number of a row in the whole product, where some rows were measured.
+    """
+    found = ProductSums(calls=1, is_random=is_random, references={product.dtype})
+    found.blame = BlameSums() if blame else None
+    mean = torch.zeros_like(product.values) if draws > 1 else None
+    for draw in range(draws):
+        pair = drawn(draw)
+        one = _Measuring(found, product, call, row_of)
+        if pair.is_exact:
+            one.add_exact()
+        else:
+            one.add(pair, mean)
+        del pair
+    if mean is not None:
+        noise = sum(float(row_sums(mean[rows], mean[rows]).sum()) for rows in product.blocks())
+        found.draws = DrawSums(draws, found.signal, _units(noise / draws, product.exponent), found.noise)
+    return found
+
+
+class _Measuring:
+    """Adds one draw of a product to its sums."""
+
+    def __init__(
+        self, found: ProductSums, product: ExactProduct, call: str, row_of: Callable[[int], int]
+    ) -> None:
+        self._found, self._product, self._call, self._row_of = found, product, call, row_of
+        self._power = product.exponent
+        found.values += product.values.numel()
+        if product.nonfinite is not None:
+            found.nonfinite += int(product.nonfinite.sum())
+
+    def add_exact(self) -> None:
+        """Add a product without an error."""
+        self._found.signal += _units(float(self._product.signal.sum()), self._power)
+
+    def add(self, pair: OperandPair, mean: Tensor | None) -> None:
+        """Add the product of a pair, and its error to `mean`."""
+        product, found = self._product, self._found
+        plain_b = None if pair.plain_b is None or found.blame is None else pair.plain_b.to(torch.float32)
+        signal = noise = cross = 0.0
+        for rows in product.blocks():
+            d = product.difference(rows, pair.a[rows], pair.b, pair.after)
+            of_signal = product.signal[rows]
+            of_noise, of_cross = row_sums(d, d), row_sums(product.values[rows], d)
+            if not math.isfinite(float(of_noise.sum()) + float(of_cross.sum())):
+                of_signal, of_noise, of_cross = self._without_lost(rows, d)
+            signal += float(of_signal.sum())
+            noise += float(of_noise.sum())
+            cross += float(of_cross.sum())
+            self._note_worst(rows.start, of_signal, of_noise)
+            if mean is not None:
+                mean[rows] += d
+            if found.blame is not None:
+                self._blame(found.blame, pair, plain_b, rows, d, float(of_noise.sum()))
+        found.signal += _units(signal, self._power)
+        found.noise += _units(noise, self._power)
+        found.cross += _units(cross, self._power)
+
+    def _without_lost(self, rows: slice, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Set lost values of d to 0, count them, and return the sums of the rows in float64."""
+        lost = ~d.isfinite()
+        d.masked_fill_(lost, 0.0)
+        self._found.lost += int(lost.sum())
+        values, error = (
+            self._product.values[rows].masked_fill(lost, 0.0).to(torch.float64),
+            d.to(torch.float64),
+        )
+        return (values * values).sum(1), (error * error).sum(1), (values * error).sum(1)
+
+    def _note_worst(self, first: int, signal: Tensor, noise: Tensor) -> None:
+        ratio = torch.where((signal > 0) & (noise > 0), noise / signal, 0.0)
+        row = int(ratio.argmax())
+        share = float(ratio[row])
+        if share:
+            # A row that became zero has 0 dB, whatever its sums are rounded to.
+            level = round(-10 * math.log10(share), 6) + 0.0
+            if self._found.worst is None or level < self._found.worst.sqnr_db:
+                self._found.worst = WorstRow(self._call, self._row_of(first + row), level)
+
+    def _blame(
+        self, sums: BlameSums, pair: OperandPair, plain_b: Tensor | None, rows: slice, d: Tensor, noise: float
+    ) -> None:
+        """Add the parts of the error d of some rows."""
+        parts: list[Tensor | None]
+        if pair.plain_a is None or plain_b is None:
+            # Only one operand is quantised, and the whole error is its own.
+            parts = [None if pair.plain_a is None else d, None if plain_b is None else d, None]
+        else:
+            plain_a = pair.plain_a[rows].to(torch.float32)
+            of_a = self._product.difference(rows, pair.a[rows], plain_b, pair.after)
+            of_b = self._product.difference(rows, plain_a, pair.b, pair.after)
+            parts = [of_a, of_b, d - of_a - of_b]
+        for at, part in enumerate(parts):
+            if part is not None:
+                sums.energy[at] += _units(float(row_sums(part, part).sum()), self._power)
+                # The same function for both sums, so that the share of a part that is d is 1.
+                inner = row_sums(part, part) if part is d else row_sums(part, d)
+                sums.inner[at] += _units(float(inner.sum()), self._power)
+        sums.noise += _units(noise, self._power)
+
+
+def _units(value: float, exponent: int) -> int:
+    """Return value * 2**exponent in the whole units of `capd.analyze.exact`."""
+    return exact(math.ldexp(value, exponent))
