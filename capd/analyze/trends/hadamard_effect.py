@@ -97,7 +97,7 @@ def hadamard_effects(
     import torch
 
     from capd.analyze.measure import errors_of
-    from capd.analyze.trends.sylvester import hadamard, seeded_signs
+    from capd_client.formats.transforms.hadamard import hadamard, seeded_signs
 
     x = values.detach().to(torch.float32)
     if not bool(torch.isfinite(x).all()):
@@ -117,7 +117,7 @@ def hadamard_effects(
             axis = -1 if choice.axis is None else choice.axis
             try:
                 if axis not in turned:
-                    after = hadamard(x, size, axis=axis, signs=seeded_signs(size))
+                    after = hadamard(x, size, axis=axis, signs=seeded_signs(size, 0))
                     turned[axis] = after, power_sums(after)
                 after, moments = turned[axis]
                 found[f"{choice.label} H{size}"] = one = HadamardEffect()

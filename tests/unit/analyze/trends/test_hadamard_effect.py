@@ -7,13 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from capd.analyze.format_choice import choices
 from capd.analyze.trends.hadamard_effect import HadamardEffect, block_crests, hadamard_effects
-from capd.analyze.trends.sylvester import hadamard, seeded_signs
-from capd.formats import FormatError, qdq
+from capd.formats import qdq
+from capd_client.formats.transforms.hadamard import seeded_signs
 
 SIZES = (2, 4, 16, 32, 128)
 
@@ -31,48 +29,11 @@ def spiky(*shape: int, seed: int = 0) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("axis", [-1, 0, 1])
-def test_the_transform_is_the_matrix_along_the_axis(size: int, axis: int) -> None:
-    x, signs = torch.randn(128, 128, 256), seeded_signs(size)
-    found = hadamard(x, size, axis=axis, signs=signs)
-    moved = np.moveaxis(x.double().numpy(), axis, -1)
-    runs = moved.reshape(*moved.shape[:-1], -1, size) * signs.double().numpy()
-    expected = np.moveaxis((runs @ matrix(size)).reshape(moved.shape), -1, axis)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
-
-
-@given(st.sampled_from(SIZES), st.integers(0, 2**31))
-@settings(max_examples=25)
-def test_it_keeps_the_norm_and_is_its_own_inverse(size: int, seed: int) -> None:
-    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
-    turned = hadamard(x, size)
-    torch.testing.assert_close(hadamard(turned, size), x, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(turned.norm(), x.norm())
-    assert set(seeded_signs(size, seed).tolist()) <= {1.0, -1.0}
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "axis", "says"),
-    [
-        ((4, 24), 16, -1, "needs a multiple"),
-        ((4, 24), 3, -1, "powers of two"),
-        ((4,), 2, -2, "has no axis"),
-        ((), 2, -1, "has no axis"),
-    ],
-)
-def test_what_cannot_be_transformed_is_refused(
-    shape: tuple[int, ...], size: int, axis: int, says: str
-) -> None:
-    with pytest.raises(FormatError, match=says):
-        hadamard(torch.ones(shape), size, axis=axis)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("label", ["mxfp4", "nvfp4", "hifp8"])
 def test_each_number_is_that_of_both_tensors(label: str, dtype: torch.dtype) -> None:
     x = spiky(64, 256).to(dtype)
-    signs = seeded_signs(32).double().numpy()
+    signs = seeded_signs(32, 0).double().numpy()
     values = x.double().numpy()
     turned = (values.reshape(64, -1, 32) * signs @ matrix(32)).reshape(values.shape).astype(np.float32)
 
