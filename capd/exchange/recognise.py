@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from capd.exchange.foreign import ForeignFile
 from capd.exchange.megatron.import_ import megatron_files
-from capd.exchange.megatron.layers import Pipeline
+from capd.exchange.megatron.layers import PipelineLayout
 from capd.exchange.nvdlfw.import_ import nvdlfw_logs
 from capd.exchange.sglang.import_ import sglang_files
 
@@ -20,7 +20,7 @@ PEERS: tuple[Peer, ...] = get_args(Peer)
 
 
 def peer_files(
-    root: Path, peer: Peer | None, pipeline: Pipeline
+    root: Path, peer: Peer | None, pipeline: PipelineLayout
 ) -> tuple[Peer, Sequence[ForeignFile]] | None:
     """Return the tool that wrote the files below `root`, and these files. None if there is no file of a known tool.
 

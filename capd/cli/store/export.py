@@ -91,8 +91,8 @@ def export(
                    moment, shape and statistics; needs `pip install "capd[table]"`
       csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
                    name, rank, iteration, micro_batch, call, time_ns and value
-      sglang       one file per record, as sglang's dumper writes them, in DIR/RUN:
-                   its comparator joins the parts of ranks and compares two runs
+      sglang       one file per record, as sglang's dumper writes, in DIR/RUN: its
+                   comparator joins the parts of ranks and compares two runs
       tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
                    errors that the lab measured, scalars; needs
                    `pip install "capd[tensorboard]"`

@@ -21,7 +21,7 @@ from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
-    from capd.exchange.megatron.layers import Pipeline
+    from capd.exchange.megatron.layers import PipelineLayout
     from capd.pt_files.import_ import Outcome
 
 __all__ = ["import_files"]
@@ -90,7 +90,7 @@ def import_files(
       7  a daemon owns the store
     """
     from capd.config import load_daemon_settings
-    from capd.exchange.megatron.layers import Pipeline
+    from capd.exchange.megatron.layers import PipelineLayout
     from capd.server.heap import settled_heap
     from capd.server.runs.names import check_run_id
 
@@ -98,7 +98,7 @@ def import_files(
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
     name = check_run_id(run_id or _run_name(directory))
-    pipeline = Pipeline(stages, chunks, layers or 0)
+    pipeline = PipelineLayout(stages, chunks, layers or 0)
     files = _files(directory, peer, pipeline, layer_base)
     with settled_heap(), Progress(len(files), "files") as progress:
         outcomes = _Outcomes(progress)
@@ -120,7 +120,7 @@ class FoundFiles:
         return self.number
 
 
-def _files(directory: Path, peer: Peer | None, pipeline: Pipeline, layer_base: int) -> FoundFiles:
+def _files(directory: Path, peer: Peer | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
     from capd.exchange.foreign import import_foreign
     from capd.exchange.recognise import peer_files
     from capd.pt_files.files import find_files

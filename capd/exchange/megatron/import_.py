@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from capd.exchange.megatron.layers import Pipeline
+from capd.exchange.megatron.layers import PipelineLayout
 from capd.exchange.quant_types import quant_type_of
 from capd.pt_files.dictionary import foreign_capture
 from capd.pt_files.files import TensorFile, find_files
@@ -36,7 +36,7 @@ _TENSORS = {
 _MOST_TENSORS = 100_000
 
 
-def megatron_files(root: Path, pipeline: Pipeline) -> list[MegatronFile]:
+def megatron_files(root: Path, pipeline: PipelineLayout) -> list[MegatronFile]:
     """Return the files below `root` in the order of kind, iteration and ranks. Raises OSError if it cannot be read."""
     found = [one for file in find_files(root) if (one := _megatron_file(file, pipeline)) is not None]
     tp, pp, ep = (1 + max((one.ranks[axis] for one in found), default=0) for axis in range(3))
@@ -44,7 +44,7 @@ def megatron_files(root: Path, pipeline: Pipeline) -> list[MegatronFile]:
     return sorted(found, key=lambda one: (one.kind, one.iteration, one.ranks))
 
 
-def _megatron_file(file: TensorFile, pipeline: Pipeline) -> MegatronFile | None:
+def _megatron_file(file: TensorFile, pipeline: PipelineLayout) -> MegatronFile | None:
     iteration, ranks = _ITERATION.match(file.directory.name), _RANKS.match(file.file_name)
     kind = file.directory.parent.name
     if iteration is None or ranks is None or kind not in KINDS:
@@ -69,7 +69,7 @@ class MegatronFile:
     kind: str
     iteration: int
     ranks: tuple[int, int, int]
-    pipeline: Pipeline
+    pipeline: PipelineLayout
     sizes: tuple[int, int, int] = (1, 1, 1)
 
     def read(self) -> Iterator[ImportedRecord | Outcome]:

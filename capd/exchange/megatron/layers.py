@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from capd.errors import ConfigError
 
-__all__ = ["Pipeline"]
+__all__ = ["PipelineLayout"]
 
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d{1,9})(?P<after>(?:\..*)?)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineLayout:
     """A pipeline whose chunks all have the same number of layers.
 
     Attributes:
