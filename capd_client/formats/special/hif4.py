@@ -10,8 +10,8 @@ magnitudes 0, 0.25 … 1.75. With V the largest magnitude of the group, V8 of 8 
     value = ± E · 2^(a+b) · m
 
 `stochastic` adds a uniform number in [0, 1) instead of ½. The limit of 1.75 makes it biased where it cuts. Source:
-"HiFloat4", arXiv 2602.11287, and the reference in ddddwee1/HiFloat4 at 62b52e4 (`QFuncs/hifx.py`), which equals this
-bit for bit on finite values. A group with an Inf or a NaN has the scale NaN. The reference passes such elements on.
+"HiFloat4", arXiv 2602.11287, and the numpy reference `To_HiFX` in ddddwee1/HiFloat4, which equals this bit for bit on
+finite values. A group with an Inf or a NaN has the scale NaN. The reference passes such elements on.
 """
 
 from __future__ import annotations

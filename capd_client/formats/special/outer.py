@@ -2,10 +2,10 @@
 
     o = amax_128 / 448 / 6                     1 where amax_128 is 0
     s = e4m3(amax_16 / 6 / o)                  to nearest; 2^-9 instead of 0 under stochastic rounding
-    value = e2m1(x / (s · o)) · (s · o)
+    value = e2m1(x · (1 / (s · o))) · (s · o)
 
 Source: "TetraJet-v2", arXiv 2510.27527, and its repository at ca5953f (`nvfp4_quant_fused_kernel.py`). The order of
-the divisions is capd's own reading. A group of 128 with an Inf or a NaN is NaN.
+the divisions, and the product with the reciprocal, are capd's own reading. A group of 128 with an Inf or a NaN is NaN.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from capd_client.formats import FormatError, decode, encode, qdq
 from capd_client.formats.special.deviation import clip_mask
@@ -57,15 +60,27 @@ def test_shrink_never_clips_and_stochastic_rounding_is_unbiased_with_it() -> Non
     assert (plain.mean(0) - x)[0].abs() > 1
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp8", "hifp8"])
-def test_each_code_of_stochastic_rounding_comes_as_often_as_it_must(fmt: str) -> None:
-    draws, value = 10_000, 1.3
-    many = torch.full((draws, 32), value)
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("bf16", {}), ("fp16", {}), ("fp8", {}), ("fp8", {"elem": "e5m2", "block": 128}), ("mxfp8", {}), ("mxfp6", {}),
+    ("mxfp4", {}), ("mxfp4", {"shrink": 0.75}), ("nvfp4", {}), ("nvfp4", {"block": (16, 16)}),
+    ("nvfp4", {"outer": 128}), ("hifp8", {}), ("hif4", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "options"), FAMILIES)
+def test_each_code_of_stochastic_rounding_comes_as_often_as_it_must(
+    fmt: str, options: dict[str, Any]
+) -> None:
+    # In hif4 the largest value 7 makes the scale 1.
+    draws, value, largest = 10_000, 1.30123, 7.0 if fmt == "hif4" else 4.0
+    many = torch.full((draws, 128), value)
     # A fixed largest value per block makes the scale the same in each draw.
-    many[:, 0] = 4.0
-    found = qdq(many, fmt, rounding="stochastic", generator=torch.Generator().manual_seed(7))[:, 1].double()
+    many[:, ::16] = largest
+    generator = torch.Generator().manual_seed(7)
+    found = qdq(many, fmt, rounding="stochastic", generator=generator, **options)[:, 1].double()
 
     low, high = found.unique().tolist()
+    value = float(torch.tensor(value, dtype=torch.bfloat16)) if fmt == "hif4" else value
     share, expected = float((found == high).double().mean()), (value - low) / (high - low)
     deviation = math.sqrt(expected * (1 - expected) / draws)
     assert low < value < high
@@ -149,3 +164,33 @@ def test_options_that_do_not_belong_to_a_format_are_named() -> None:
 def test_what_has_no_stored_form_is_not_encoded(fmt: str, options: dict[str, object]) -> None:
     with pytest.raises(FormatError, match="use qdq"):
         encode(torch.ones(128), fmt, **options)
+
+
+# hif4 ends at 7 * 49152.
+@given(st.integers(-20, 14), st.integers(0, 2**31))
+@settings(max_examples=20)
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("hif4", {}),
+        ("nvfp4", {"outer": 128}),
+        ("nvfp4", {"four_over_six": "mse"}),
+        ("mxfp4", {"shrink": 0.75}),
+    ],
+)
+def test_a_power_of_two_scales_the_values_and_nothing_else(
+    fmt: str, options: dict[str, Any], exponent: int, seed: int
+) -> None:
+    x = normal(2, 128, seed=seed).to(torch.bfloat16).float()
+
+    assert torch.equal(qdq(x * 2.0**exponent, fmt, **options), qdq(x, fmt, **options) * 2.0**exponent)
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_what_hif4_holds_stays(seed: int) -> None:
+    once = qdq(normal(4, 64, seed=seed), "hif4")
+    twice = qdq(once, "hif4")
+
+    # The second scale may be finer, where the largest value was rounded down.
+    assert (twice - once).norm() <= 0.07 * once.norm()
