@@ -22,8 +22,11 @@ import torch
 
 from benchmarks.store.store_runner import MIB, Row, child, options, report, table, verdict
 
-RECIPES = ("fp8", "mxfp8", "mxfp4", "nvfp4", "hifp8")
-LARGE_RECIPES = ("mxfp8", "nvfp4", "hifp8")
+RECIPES = (
+    "nvfp4-te", "mxfp4-rht-sr", "quartet", "quartet2", "tetrajet2", "deepseek-v3", "fp4-all-the-way", "mxfp8-nvidia",
+    "hifp8", "hif4",
+)  # fmt: skip
+LARGE_RECIPES = ("nvfp4-te", "mxfp8-nvidia", "hifp8")
 MOST_AT_1024, MOST_AT_4096 = 2.5, 1.5
 MOST_MIB = 384
 STOCHASTIC = '{"linear": {"format": "mxfp4", "rounding": "stochastic"}}'
@@ -102,20 +105,20 @@ def peak(size: int, recipes: Sequence[str], draws: int, blame: bool) -> Row:
     import resource
 
     from capd.replay.recipes import ReplayRecipe
-    from capd.replay.replaying import replay_call
+    from capd.replay.replaying import replay_product
     from capd.replay.request import ReplayRequest
 
     torch.set_num_threads(1)
     # What the first products and formats load is not of the call.
     for product in ("y", "dx", "dw"):
         warm = ReplayRequest([ReplayRecipe.of(name) for name in recipes], draws=2, blame=True)
-        replay_call(operands_of(128), product, warm)
+        replay_product(operands_of(128), product, warm.recipes, warm)
     taken = operands_of(size)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")
     request = ReplayRequest([ReplayRecipe.of(name) for name in recipes], draws=draws, blame=blame)
     for product in ("y", "dx", "dw"):
-        replay_call(taken, product, request)
+        replay_product(taken, product, request.recipes, request)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     largest = int(status["VmHWM"].split()[0]) * 1024
     # All operands are loaded; one of them is the record that the limit does not count.

@@ -81,8 +81,9 @@ def format_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
 def recipe_lists(_ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Complete recipes with commas between them."""
     from capd_client.formats.spec import FORMATS
+    from capd_client.recipes.presets import PRESETS
 
-    return _listed(incomplete, ("none", *FORMATS))
+    return _listed(incomplete, ("none", *PRESETS, *FORMATS))
 
 
 @_offered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -107,9 +107,9 @@ class ReplayCall:
         """Whether some tokens alone were captured, so that dW would be another sum."""
         return any(one.rows is not None for name, one in self.tensors.items() if name in ("x", "g"))
 
-    def reason(self, product: str, operands: tuple[str, str]) -> str | None:
+    def reason(self, product: str, operands: Iterable[str]) -> str | None:
         """Return why a product of these operands cannot be replayed, None if it can."""
-        for name in operands:
+        for name in sorted(operands):
             one = self.tensors.get(name)
             if one is None:
                 return f"{_TITLES[name]} was not captured"

@@ -64,7 +64,7 @@ def _recipes(found: ByRecipe) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(product: str, sums: ProductSums) -> dict[str, Any]:
-    names = dict(zip(BLAMED, (*OPERANDS_OF[product], "cross"), strict=True))
+    names = dict(zip(BLAMED, (*OPERANDS_OF[product], *BLAMED[2:]), strict=True))
     blame, draws, worst, captured = sums.blame, sums.draws, sums.worst, sums.captured
     return {
         "calls": sums.calls,

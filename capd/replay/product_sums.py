@@ -22,9 +22,10 @@ class OperandPair(NamedTuple):
     Attributes:
         a: [rows, n] float32, quantised.
         b: [n, columns] float32, quantised.
-        plain_a: The operand before it is quantised, and after its transform. None if it is not quantised.
+        plain_a: The operand before it is quantised, and after its transform. None if it is a, or if nobody asks.
         plain_b: The same of b.
         after: What the recipe does to the product. None for nothing.
+        is_exact: Whether the recipe does nothing to the product, so that it has no error.
     """
 
     a: Tensor
@@ -32,11 +33,7 @@ class OperandPair(NamedTuple):
     plain_a: Tensor | None = None
     plain_b: Tensor | None = None
     after: After | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no operand is quantised, so that the product has no error."""
-        return self.plain_a is None and self.plain_b is None
+    is_exact: bool = False
 
 
 def measure_product(
@@ -142,14 +139,21 @@ class _Measuring:
     ) -> None:
         """Add the parts of the error d of some rows."""
         parts: list[Tensor | None]
-        if pair.plain_a is None or plain_b is None:
+        if pair.after is None and (pair.plain_a is None or plain_b is None):
             # Only one operand is quantised, and the whole error is its own.
-            parts = [None if pair.plain_a is None else d, None if plain_b is None else d, None]
+            parts = [None if pair.plain_a is None else d, None if plain_b is None else d, None, None]
         else:
-            plain_a = pair.plain_a[rows].to(torch.float32)
-            of_a = self._product.difference(rows, pair.a[rows], plain_b, pair.after)
+            a = pair.a[rows]
+            plain_a = a if pair.plain_a is None else pair.plain_a[rows].to(torch.float32)
+            right = pair.b if plain_b is None else plain_b
+            # What comes after the product has an error of its own.
+            base = None if pair.after is None else self._product.difference(rows, plain_a, right, pair.after)
+            of_a = self._product.difference(rows, a, right, pair.after)
             of_b = self._product.difference(rows, plain_a, pair.b, pair.after)
-            parts = [of_a, of_b, d - of_a - of_b]
+            cross = d - of_a - of_b
+            if base is not None:
+                of_a, of_b, cross = of_a.sub_(base), of_b.sub_(base), cross.add_(base)
+            parts = [of_a, of_b, cross, base]
         for at, part in enumerate(parts):
             if part is not None:
                 sums.energy[at] += _units(float(row_sums(part, part).sum()), self._power)

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from capd.errors import ConfigError
 from capd.replay.calls import ReplayCall
+from capd.replay.exact_product import After
 from capd.replay.product_sums import OperandPair
-from capd_client.config.recipe import NONE, Recipe
-from capd_client.emulation.products import Words, linear, words_of
-from capd_client.emulation.quantise import has_no_axis, quantise
+from capd_client.config.recipe import BASELINES, NONE, Recipe
+from capd_client.emulation.products import linear
+from capd_client.emulation.quantise import is_random, quantise, transform, transform_pair
+from capd_client.emulation.recipe_products import OPERANDS_OF, after_product
+from capd_client.emulation.words import Words, words_of
+from capd_client.formats.spec import FORMATS
+from capd_client.recipes.find import is_recipe_file
+from capd_client.recipes.linear_recipe import LinearRecipe
+from capd_client.recipes.presets import PRESETS
 
 __all__ = ["OPERANDS_OF", "CallOperands", "ReplayRecipe"]
 
-OPERANDS_OF = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}
-"""The operands of each product, as recipes name them: x the input, w the weight, g the gradient of the output."""
-
-
-# Their values have at most 8 significant bits, and scales that are powers of two.
+# Values of at most 8 significant bits, and scales that are powers of two: bfloat16 holds them exactly.
 _FITS_BFLOAT16 = re.compile('"fmt": "(hifp8|mx)')
-
-_FILES = ".toml"
-_MOST_NBYTES = 64 << 10
-_MOST_NAME = 64
+_WIDER = re.compile('"(outer|shrink)"')
 
 CallOperands = Mapping[str, Tensor]
 """Operands of one call of a linear layer in the captured dtype: x [tokens, in_features], w [out_features, in_features]
@@ -52,47 +50,99 @@ class ReplayRecipe:
 
     @classmethod
     def of(cls, name: str) -> ReplayRecipe:
-        """Return the recipe of a format's name, of JSON, or of a TOML file with a recipe's mapping (docs/emulation.md).
+        """Return the recipe of a preset's or a format's name, of JSON, or of a TOML file (docs/recipes.md).
 
         Raises:
-            ConfigError: There is no such format or file, or the mapping is none of a recipe.
+            ConfigError: There is no such recipe, or it cannot be.
         """
-        if name.endswith(_FILES):
-            return cls._of_file(Path(name))
-        recipe = Recipe.of(name)
-        return cls(name, words_of(recipe.linear) or Words())
-
-    @classmethod
-    def _of_file(cls, path: Path) -> ReplayRecipe:
-        try:
-            with open(path, "rb") as file:
-                text = file.read(_MOST_NBYTES + 1)
-            if len(text) > _MOST_NBYTES:
-                raise ConfigError(f"recipe {path}: it has more than {_MOST_NBYTES:,} bytes")
-            given = tomllib.loads(text.decode())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"recipe {path}: {getattr(error, 'strerror', None) or error}") from None
-        name = given.pop("name", path.stem)
-        if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME or not name.isprintable():
-            raise ConfigError(f"recipe {path}: name must be a text of at most {_MOST_NAME} characters")
-        try:
-            recipe = Recipe.of(given)
-        except ConfigError as error:
-            raise ConfigError(f"recipe {path}: {error}") from None
-        return cls(name, words_of(recipe.linear) or Words())
+        known = ("none", *PRESETS, *FORMATS)
+        if not (name in (*known, *BASELINES) or is_recipe_file(name) or name.startswith("{")):
+            raise ConfigError(f"--recipe: {name!r} is no recipe; use {', '.join(known)} or FILE.toml")
+        own = Recipe.of(name).linear
+        return cls(own.name if isinstance(own, LinearRecipe) else name, words_of(own) or Words())
 
     def is_random(self, product: str) -> bool:
-        """Return whether an operand of the product is rounded at random."""
-        return any(word.startswith("random ") for word in self._words(product))
+        """Return whether draws of the product differ."""
+        of_a, of_b, turn = self._words(product)
+        words = self.words
+        again = (words.a if OPERANDS_OF[product][1] == "x" else words.b) if self._is_again(product) else ""
+        return any(map(is_random, (of_a, of_b, turn, again)))
 
-    def pair(self, product: str, operands: CallOperands, seed: int) -> OperandPair:
-        """Return the operands of a product in float32."""
-        a, b = (operands[name] for name in OPERANDS_OF[product])
-        of_a, of_b = self._words(product)
-        axis_a, axis_b = {"y": (-1, -1), "dx": (-1, 0), "dw": (0, 0)}[product]
+    def pair(
+        self, product: str, operands: CallOperands, seed: int, *, with_plain: bool = False
+    ) -> OperandPair:
+        """Return the operands of a product in float32, those of `quantised_operands` but for what is random.
+
+        Operands are turned so that they are quantised along their last axis. This saves copies, and multiplies as well.
+
+        Args:
+            product: "y", "dx" or "dw".
+            operands: The operands.
+            seed: The seed of the draw.
+            with_plain: Whether the operands before their quantisers are needed, too.
+        """
+        of_a, of_b, turn = self._words(product)
+        first, second = (operands[name] for name in OPERANDS_OF[product])
+        is_turned = product != "y"
+        raw = (first.t() if product == "dw" else first, second.t() if is_turned else second)
         with _seeded(seed):
-            one, other = _quantised(a, of_a, axis_a), _quantised(b, of_b, axis_b)
-        return _turned(product, OperandPair(one, other, a if of_a else None, b if of_b else None))
+            forward = self._forward(product, second)
+            again = raw[1] if forward is None else forward.t()
+            if turn:
+                # The signs are the same with and without the quantisers.
+                torch.manual_seed(seed)
+                a, b = transform_pair(_wide(raw[0]), _wide(again), turn, -1, -1)
+            else:
+                a, b = raw[0], again
+            found = _quantised(a, of_a), _quantised(b, of_b)
+            touched = bool(of_a or turn), bool(of_b or turn or forward is not None)
+            plain = (a, b)
+            if with_plain and forward is not None:
+                plain = self._plain(product, raw, second, turn, seed)
+        return OperandPair(
+            found[0],
+            found[1].t(),
+            plain[0] if touched[0] and with_plain else None,
+            plain[1].t() if touched[1] and with_plain else None,
+            after=self._after(product, operands),
+            is_exact=not any(touched) and not self.words.mask,
+        )
+
+    def _forward(self, product: str, operand: Tensor) -> Tensor | None:
+        """Return x or w as the backward starts with it, None if that is what was captured."""
+        words = self.words
+        if product == "y" or not (words.mask or self._is_again(product)):
+            return None
+        found = transform(_wide(operand), words.transform, -1) if words.mask else operand
+        if self._is_again(product):
+            found = _quantised(found, words.a if OPERANDS_OF[product][1] == "x" else words.b)
+        return found
+
+    def _plain(
+        self, product: str, raw: tuple[Tensor, Tensor], second: Tensor, turn: str, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the operands after their transforms, without any quantiser."""
+        b = transform(_wide(second), self.words.transform, -1).t() if self.words.mask else raw[1]
+        if not turn:
+            return raw[0], b
+        torch.manual_seed(seed)
+        return transform_pair(_wide(raw[0]), _wide(b), turn, -1, -1)
+
+    def _after(self, product: str, operands: CallOperands) -> After | None:
+        """Return the mask and the inverse transform of a block of rows of dX or dW."""
+        if not self.words.mask or product == "y":
+            return None
+        masked = operands["x" if product == "dx" else "w"]
+
+        def after(rows: slice, values: Tensor) -> Tensor:
+            return after_product(product, values, _wide(masked[rows]), self.words)
+
+        return after
+
+    def needs(self, product: str) -> frozenset[str]:
+        """Return the names of the captured tensors that the product needs."""
+        masks = {"dx": "x", "dw": "w"} if self.words.mask else {}
+        return frozenset((*OPERANDS_OF[product], *filter(None, [masks.get(product)])))
 
     def is_of(self, call: ReplayCall) -> bool:
         """Return whether the job computed this call by the recipe, as its records say."""
@@ -114,41 +164,36 @@ class ReplayRecipe:
         """Compute Y as a model that is emulated does, with gradients: x [..., in_features]."""
         return torch.nn.functional.linear(x, w) if self.words == Words() else linear(x, w, None, self.words)
 
-    def _words(self, product: str) -> tuple[str, str]:
-        words = self.words
-        return {
-            "y": (words.a, words.b),
-            "dx": (words.gradient, words.backward_b),
-            "dw": (words.gradient, words.backward_a),
-        }[product]
-
     @staticmethod
     def plain(product: str, operands: CallOperands) -> tuple[Tensor, Tensor]:
         """Return the captured operands of a product as [rows, n] and [n, columns]."""
         a, b = (operands[name] for name in OPERANDS_OF[product])
-        pair = _turned(product, OperandPair(a, b))
-        return pair.a, pair.b
+        return a.t() if product == "dw" else a, b.t() if product == "y" else b
+
+    def _is_again(self, product: str) -> bool:
+        return product != "y" and OPERANDS_OF[product][1] in self.words.requantised
+
+    def _words(self, product: str) -> tuple[str, str, str]:
+        """Return the words of both operands, and of the transform."""
+        words = self.words
+        return {
+            "y": (words.a, words.b, words.transform),
+            "dx": (words.gradient, words.backward_b, words.dgrad_transform),
+            "dw": (words.gradient_of_weight, words.backward_a, words.wgrad_transform),
+        }[product]
 
 
-def _quantised(values: Tensor, word: str, axis: int) -> Tensor:
-    """Return the values of the format in float32, not rounded to the captured dtype."""
-    if axis == 0 and word and not has_no_axis(word):
-        # A transposed operand needs neither a copy by blocks nor one back, and multiplies as well.
-        return _quantised(values.t(), word, -1).t()
+def _quantised(values: Tensor, word: str) -> Tensor:
+    """Return the values of the format in float32, along the last axis, not rounded to the captured dtype."""
     if not word:
         return values.to(torch.float32)
-    fits = values.dtype == torch.bfloat16 and _FITS_BFLOAT16.search(word)
-    dtype = torch.bfloat16 if fits else torch.float32
-    return quantise(values.to(dtype, memory_format=torch.contiguous_format), word, axis).to(torch.float32)
+    fits = _FITS_BFLOAT16.search(word) and not _WIDER.search(word)
+    dtype = torch.bfloat16 if fits and values.dtype == torch.bfloat16 else torch.float32
+    return quantise(values.to(dtype, memory_format=torch.contiguous_format), word, -1).to(torch.float32)
 
 
-def _turned(product: str, pair: OperandPair) -> OperandPair:
-    """Return the operands as [rows, n] and [n, columns]: Y = X Wᵀ, dX = G W, dW = Gᵀ X."""
-    if product == "y":
-        return pair._replace(b=pair.b.t(), plain_b=None if pair.plain_b is None else pair.plain_b.t())
-    if product == "dw":
-        return pair._replace(a=pair.a.t(), plain_a=None if pair.plain_a is None else pair.plain_a.t())
-    return pair
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 @contextmanager

@@ -19,8 +19,12 @@ from capd.replay.product_sums import OperandPair, measure_product
 from capd.replay.recipes import OPERANDS_OF, ReplayRecipe
 from capd.replay.request import TITLES, ReplayRequest
 from capd.replay.sums import ProductSums
+from capd_client.formats import FormatError
 
-__all__ = ["Replayed", "replay", "replay_call", "replay_recipe"]
+__all__ = ["Replayed", "replay", "replay_product", "replay_recipe"]
+
+Wanted = Mapping[str, Sequence[ReplayRecipe]]
+"""The recipes in which each product is replayed."""
 
 
 @dataclass(slots=True)
@@ -58,18 +62,12 @@ def replay(
     """
     for call in calls:
         replayed.found += 1
-        possible = []
-        for product in request.products:
-            reason = call.reason(product, OPERANDS_OF[product])
-            if reason is None:
-                possible.append(product)
-            else:
-                replayed.left_out[f"{TITLES[product]}: {reason}"] += 1
+        possible = _possible(call, request, replayed.left_out)
         if not possible:
             yield call
             continue
         try:
-            parts = list(_replayed_parts(call, possible, request))
+            parts = list(_replayed_parts(call, possible, request, replayed.left_out))
         except ShapeMismatch as error:
             for product in possible:
                 replayed.left_out[f"{TITLES[product]}: shapes that do not multiply"] += 1
@@ -83,32 +81,83 @@ def replay(
             place = {**call.place, "module": f"{call.place['module']}{suffix}"}
             for product, sums in found.items():
                 replayed.groups.add(place, {recipe: {product: one} for recipe, one in sums.items()})
-        replayed.replayed += 1
-        replayed.ranks.add(call.place["rank"])
-        replayed.of_some_rows += any(of_some for _, of_some, _ in parts)
-        replayed.partial += call.is_partial
+        if any(sums for _, _, found in parts for sums in found.values()):
+            replayed.replayed += 1
+            replayed.ranks.add(call.place["rank"])
+            replayed.of_some_rows += any(of_some for _, of_some, _ in parts)
+            replayed.partial += call.is_partial
         yield call
 
 
+def _possible(call: ReplayCall, request: ReplayRequest, left_out: Counter[str]) -> Wanted:
+    """Return the recipes of each product whose operands were captured, and count the others by reason."""
+    found: dict[str, list[ReplayRecipe]] = {}
+    for product in request.products:
+        reason = call.reason(product, OPERANDS_OF[product])
+        if reason is not None:
+            left_out[f"{TITLES[product]}: {reason}"] += 1
+            continue
+        for recipe in request.recipes:
+            reason = call.reason(product, recipe.needs(product))
+            if reason is None:
+                found.setdefault(product, []).append(recipe)
+            else:
+                left_out[f"{TITLES[product]} in {recipe.name}: {reason}"] += 1
+    return found
+
+
 def _replayed_parts(
-    call: ReplayCall, products: Sequence[str], request: ReplayRequest
+    call: ReplayCall, wanted: Wanted, request: ReplayRequest, left_out: Counter[str]
 ) -> Iterator[tuple[str, bool, Mapping[str, Mapping[str, ProductSums]]]]:
     """Yield the expert's suffix or "", whether some tokens were taken, and the sums by product and recipe."""
-    names = frozenset(name for one in products for name in OPERANDS_OF[one])
+    names = frozenset(
+        name for product, recipes in wanted.items() for recipe in recipes for name in recipe.needs(product)
+    )
     for suffix, taken in operands_of(call, names, request.rows):
-        found = {product: replay_call(taken, product, request, call.name + suffix) for product in products}
+        name = call.name + suffix
+        found = {
+            product: replay_product(taken, product, recipes, request, name, left_out)
+            for product, recipes in wanted.items()
+        }
         for recipe in request.recipes if not call.is_grouped else ():
-            for product, distance in captured_distances(call, taken, recipe, products).items():
+            done = [product for product, sums in found.items() if recipe.name in sums]
+            for product, distance in captured_distances(call, taken, recipe, done).items():
                 found[product][recipe.name].captured = distance
         yield suffix, taken.rows is not None, found
 
 
-def replay_call(
-    taken: Taken, product: str, request: ReplayRequest, call: str = ""
+def replay_product(
+    taken: Taken,
+    product: str,
+    recipes: Sequence[ReplayRecipe],
+    request: ReplayRequest,
+    call: str = "",
+    left_out: Counter[str] | None = None,
 ) -> Mapping[str, ProductSums]:
-    """Return the sums of one product of a call by the recipe's name. `call` names the call in messages."""
+    """Return the sums of one product of a call by the recipe's name.
+
+    Args:
+        taken: The operands.
+        product: "y", "dx" or "dw".
+        recipes: The recipes.
+        request: What is to be replayed.
+        call: The name of the call in messages.
+        left_out: Counts the recipes that do not take the operands.
+
+    Raises:
+        FormatError: A recipe does not take the operands, and nothing counts that.
+    """
     exact = exact_product(*ReplayRecipe.plain(product, taken.operands))
-    return {one.name: replay_recipe(one, taken, product, exact, request, call) for one in request.recipes}
+    found = {}
+    for recipe in recipes:
+        try:
+            found[recipe.name] = replay_recipe(recipe, taken, product, exact, request, call)
+        except FormatError as error:
+            if left_out is None:
+                raise
+            # What follows is of this call alone.
+            left_out[f"{TITLES[product]} in {recipe.name}: {str(error).partition(';')[0]}"] += 1
+    return found
 
 
 @torch.no_grad()
@@ -123,7 +172,7 @@ def replay_recipe(
     """Return the sums of one product of a call in one recipe. `exact` is the product of the captured operands."""
 
     def drawn(draw: int) -> OperandPair:
-        return recipe.pair(product, taken.operands, request.seed + draw)
+        return recipe.pair(product, taken.operands, request.seed + draw, with_plain=request.blame)
 
     is_random = recipe.is_random(product)
     return measure_product(

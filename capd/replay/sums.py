@@ -15,8 +15,8 @@ from capd.analyze.exact import quotient
 
 __all__ = ["BLAMED", "BlameSums", "CapturedDistance", "DrawSums", "ProductSums", "WorstRow"]
 
-BLAMED = ("a", "b", "cross")
-"""The parts of an error e = (q(A) - A) B + A (q(B) - B) + (q(A) - A) (q(B) - B), in order."""
+BLAMED = ("a", "b", "cross", "mask")
+"""The parts of an error: (q(A) - A) B, A (q(B) - B), (q(A) - A) (q(B) - B), and what a mask takes away."""
 
 
 class WorstRow(NamedTuple):
@@ -39,12 +39,12 @@ class BlameSums:
 
     Attributes:
         energy: Σ of the squares of each part, in the order of `BLAMED`.
-        inner: Σ of each part times the error d. The three add up to Σd².
+        inner: Σ of each part times the error d. Together they are Σd².
         noise: Σd².
     """
 
-    energy: list[int] = field(default_factory=lambda: [0, 0, 0])
-    inner: list[int] = field(default_factory=lambda: [0, 0, 0])
+    energy: list[int] = field(default_factory=lambda: [0] * len(BLAMED))
+    inner: list[int] = field(default_factory=lambda: [0] * len(BLAMED))
     noise: int = 0
 
     def add(self, other: BlameSums) -> None:

@@ -13,7 +13,7 @@ __all__ = ["print_replay"]
 
 Row = Mapping[str, Any]
 _TITLES = {"y": "Y", "dx": "dX", "dw": "dW"}
-_OPERANDS = {"x": "X", "w": "W", "g": "dY", "cross": "both"}
+_OPERANDS = {"x": "X", "w": "W", "g": "dY", "cross": "both", "mask": "mask"}
 
 
 def print_replay(document: Row, *, wide: bool) -> None:
@@ -59,8 +59,9 @@ def _numbers(rows: Sequence[Row]) -> list[Column]:
     if any(one["blame"] for one in rows):
         for name, title in _OPERANDS.items():
             shares = [((one["blame"] or {}).get(name) or {}).get("inner") for one in rows]
-            percent = [None if share is None else 100 * share for share in shares]
-            found.append(column(f"{title} %", percent))
+            if name != "mask" or any(shares):
+                percent = [None if share is None else 100 * share for share in shares]
+                found.append(column(f"{title} %", percent))
     return found
 
 

@@ -403,6 +403,7 @@ export const CHINESE = {
   // the replay of products
   "Replay": "重算",
   "both": "两者共同",
+  "mask": "掩码",
   "SQNR in dB": "SQNR，以 dB 计",
   "alignment ⟨Ĝ, G⟩ / ‖G‖²": "对齐度 ⟨Ĝ, G⟩ / ‖G‖²",
   "recipe": "配方",

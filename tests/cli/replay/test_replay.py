@@ -96,7 +96,7 @@ def test_the_table_has_a_row_for_each_product(capd: Capd, run: Path) -> None:
 def test_blame_names_the_operands_of_each_product(capd: Capd, run: Path) -> None:
     products = capd("replay", run, "--recipe", "mxfp4", "--blame", "--json").json["all"]["mxfp4"]
     assert {name: [*one["blame"]] for name, one in products.items()} == {
-        "y": ["x", "w", "cross"], "dx": ["g", "w", "cross"], "dw": ["g", "x", "cross"],
+        "y": ["x", "w", "cross", "mask"], "dx": ["g", "w", "cross", "mask"], "dw": ["g", "x", "cross", "mask"],
     }  # fmt: skip
     for one in products.values():
         assert sum(part["inner"] for part in one["blame"].values()) == pytest.approx(1, abs=1e-4)

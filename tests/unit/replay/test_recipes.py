@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,13 @@ from torch import Tensor
 from capd.errors import ConfigError
 from capd.replay.operands import Taken
 from capd.replay.recipes import OPERANDS_OF, ReplayRecipe
-from capd.replay.replaying import replay_call
+from capd.replay.replaying import replay_product
 from capd.replay.request import ReplayRequest
 from capd.replay.sums import ProductSums
+from capd_client.emulation.recipe_products import quantised_operands
+from capd_client.emulation.words import Words, words_of
+from capd_client.recipes.parse import parse_recipe
+from capd_client.recipes.presets import PRESETS
 
 PRODUCTS = tuple(OPERANDS_OF)
 
@@ -29,9 +33,22 @@ def _taken(tokens: int = 96, inputs: int = 64, outputs: int = 80) -> Taken:
     return Taken(found, None, (tokens,))
 
 
-def _replayed(recipe: ReplayRecipe, *, draws: int = 1, blame: bool = False) -> dict[str, ProductSums]:
+def _wide() -> Taken:
+    """Operands whose sides any transform divides."""
+    return _taken(256, 128, 384)
+
+
+def _by_products(**products: object) -> ReplayRecipe:
+    recipe = parse_recipe(products, "own")
+    return ReplayRecipe(recipe.name, words_of(recipe) or Words())
+
+
+def _replayed(
+    recipe: ReplayRecipe, *, draws: int = 1, blame: bool = False, taken: Taken | None = None
+) -> dict[str, ProductSums]:
+    taken = _taken() if taken is None else taken
     request = ReplayRequest([recipe], draws=draws, blame=blame)
-    return {one: replay_call(_taken(), one, request)[recipe.name] for one in PRODUCTS}
+    return {one: replay_product(taken, one, [recipe], request)[recipe.name] for one in PRODUCTS}
 
 
 def _recipe(**linear: object) -> ReplayRecipe:
@@ -75,43 +92,107 @@ def test_a_deterministic_operand_stays_in_the_mean_of_draws() -> None:
         assert 1 < draws.gain_db < draws.ideal_db - 4
 
 
-def test_a_file_has_the_mapping_of_a_recipe(tmp_path: Path) -> None:
+def test_a_file_is_named_by_itself_or_in_itself(tmp_path: Path) -> None:
     path = tmp_path / "blocks.toml"
-    path.write_text(
-        '[linear]\nformat = "fp8"\nblock = 128\nweight = {format = "fp8", block = [128, 128]}\nbackward = "none"\n'
-    )
+    path.write_text('[recipe.fprop]\nx = {format = "fp8", block = 128}\n')
+    assert ReplayRecipe.of(str(path)).name == "blocks"
+    path.write_text('[recipe]\nname = "mine"\n[recipe.fprop]\nx = {format = "fp8", block = 128}\n')
     found = ReplayRecipe.of(str(path))
-    asked = {
-        "format": "fp8",
-        "block": 128,
-        "weight": {"format": "fp8", "block": [128, 128]},
-        "backward": "none",
-    }
-    assert found.name == "blocks"
-    assert found.words == _recipe(**asked).words
-    path.write_text('name = "mine"\nlinear = "mxfp8"\n')
-    assert ReplayRecipe.of(str(path)) == replace(ReplayRecipe.of("mxfp8"), name="mine")
+    assert found.name == "mine"
+    sums = _replayed(found)
+    assert sums["dx"].sqnr_db == sums["dw"].sqnr_db == math.inf
+
+
+def test_an_unknown_recipe_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    for name in ("nvfp5", str(tmp_path / "no.toml")):
+        with pytest.raises(ConfigError, match=r"no\.toml|nvfp4-te, mxfp4-rht-sr"):
+            ReplayRecipe.of(name)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "mxfp8", "hif4"])
+def test_operands_are_those_of_the_emulation(name: str) -> None:
+    """To the bit where nothing is drawn, in float32."""
+    recipe, operands = ReplayRecipe.of(name), {key: one.float() for key, one in _wide().operands.items()}
+    compared = 0
+    for product in PRODUCTS:
+        if not recipe.is_random(product):
+            a, b = quantised_operands(product, operands, recipe.words).quantised
+            pair = recipe.pair(product, operands, 0)
+            assert torch.equal(pair.a, a.t() if product == "dw" else a)
+            assert torch.equal(pair.b, b.t() if product == "y" else b)
+            compared += 1
+    assert compared or name == "mxfp4-rht-sr"
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_random_products_are_as_far_off_as_those_of_the_emulation(name: str) -> None:
+    """The draws differ. An error of other energy would show another format, source, transform or mask."""
+    recipe, taken = ReplayRecipe.of(name), _wide()
+    operands = {key: one.float() for key, one in taken.operands.items()}
+    x, w = (operands[key].requires_grad_() for key in ("x", "w"))
+    torch.manual_seed(1)
+    y = recipe.linear(x, w)
+    gradients = torch.autograd.grad(y, (x, w), operands["g"])
+    found = dict(zip(PRODUCTS, (y.detach(), *gradients), strict=True))
+    operands = {key: one.detach() for key, one in operands.items()}
+    sums = _replayed(recipe, taken=taken, draws=4)
+    for product in PRODUCTS:
+        a, b = (one.double() for one in ReplayRecipe.plain(product, operands))
+        exact = a @ b
+        noise = (found[product].double() - exact).square().sum() / exact.square().sum()
+        zeta = sums[product].zeta
+        assert zeta is not None
+        assert zeta == pytest.approx(math.sqrt(float(noise)), rel=0.05, abs=1e-6)
+
+
+def test_a_transform_alone_changes_nothing() -> None:
+    turn = {"kind": "hadamard", "size": 32, "signs": "seeded"}
+    found = _replayed(_by_products(fprop={"transform": turn}, dgrad={"transform": turn}), taken=_wide())
+    assert all(found[name].zeta < 1e-6 for name in PRODUCTS)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("linear = ", "Invalid value"),
-        ("linear = 'mxfp5'", "mxfp5"),
-        ("wgrad = 'mxfp8'", "wgrad"),
-        ("name = 3", "name must be a text"),
-        ("a = " + "1" * (64 << 10), "more than 65,536 bytes"),
-        ("\u00ff".encode("latin-1"), "decode"),
-        (None, "No such file"),
-    ],
+    ("product", "use", "operand"), [("y", "fprop", "w"), ("dx", "dgrad", "g"), ("dw", "wgrad", "x")]
 )
-def test_a_bad_file_is_refused_by_its_name(tmp_path: Path, text: str | bytes | None, message: str) -> None:
-    path = tmp_path / "bad.toml"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message) as refused:
-        ReplayRecipe.of(str(path))
-    assert str(path) in str(refused.value)
+def test_one_use_takes_effect_alone_and_has_all_the_blame(product: str, use: str, operand: str) -> None:
+    turn = {"kind": "hadamard", "size": 16, "signs": "te"}
+    recipe = _by_products(**{use: {operand: {"format": "mxfp4"}, "transform": turn}})
+    found = _replayed(recipe, taken=_wide(), blame=True)
+    assert {name for name in PRODUCTS if found[name].noise} == {product}
+    names = (*OPERANDS_OF[product], "cross", "mask")
+    assert found[product].blame is not None
+    for name, shares in zip(names, found[product].blame.shares().values(), strict=True):
+        assert shares["inner"] == pytest.approx(float(name == operand), abs=1e-3)
+
+
+def test_a_requantised_operand_is_blamed_for_both_of_its_quantisers() -> None:
+    again = {"format": "mxfp4", "source": "requantised"}
+    recipe = _by_products(fprop={"w": {"format": "mxfp4"}, "x": {"format": "mxfp8"}}, dgrad={"w": again})
+    found = _replayed(recipe, taken=_wide(), blame=True)["dx"]
+    assert found.blame is not None
+    assert found.blame.shares()["b"] == {"energy": 1.0, "inner": 1.0}
+    once = _replayed(_by_products(dgrad={"w": {"format": "mxfp4"}}), taken=_wide())["dx"]
+    assert found.zeta is not None
+    assert once.zeta is not None
+    assert found.zeta > 1.01 * once.zeta
+
+
+def test_the_mask_of_a_recipe_has_a_share_of_its_own() -> None:
+    found = _replayed(ReplayRecipe.of("quartet"), taken=_wide(), blame=True)
+    for name in ("dx", "dw"):
+        blame = found[name].blame
+        assert blame is not None
+        shares = {part: each["inner"] or 0.0 for part, each in blame.shares().items()}
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+        assert 0 < shares["mask"] < 0.5
+
+
+def test_the_shrunken_random_rounding_clips_nothing_and_is_unbiased() -> None:
+    found = _replayed(ReplayRecipe.of("mxfp4-rht-sr"), taken=_wide(), draws=16)
+    for name in ("dx", "dw"):
+        draws = found[name].draws
+        assert draws is not None
+        assert draws.gain_db == pytest.approx(draws.ideal_db, abs=0.5)
 
 
 def test_a_draw_is_the_same_for_the_same_seed() -> None:

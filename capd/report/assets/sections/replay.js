@@ -8,7 +8,7 @@ import { count, drawable, layerText, num } from "../numbers.js";
 import { figure, table } from "../tables.js";
 
 const PRODUCTS = { y: "Y = X Wᵀ", dx: "dX = dY W", dw: "dW = dYᵀ X" };
-const OPERANDS = { x: "X", w: "W", g: "dY", cross: word("both") };
+const OPERANDS = { x: "X", w: "W", g: "dY", cross: word("both"), mask: word("mask") };
 const METRICS = { sqnr_db: word("SQNR in dB"), zeta: "ζ = ‖Ĝ − G‖ / ‖G‖", alignment: word("alignment ⟨Ĝ, G⟩ / ‖G‖²"), cosine: word("cosine") };
 
 /** The rows of a group: one for each recipe and product. */

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capd_client.formats import FormatError, decode, encode, qdq
+from capd_client.formats.special import deviation
 from capd_client.formats.special.deviation import clip_mask
 from tests.kit.formats.oracle import float_codebook
 
@@ -194,3 +195,23 @@ def test_what_hif4_holds_stays(seed: int) -> None:
 
     # The second scale may be finer, where the largest value was rounded down.
     assert (twice - once).norm() <= 0.07 * once.norm()
+
+
+@pytest.mark.parametrize("kind", ["normal", "mean", "tiny", "huge", "edges", "special"])
+def test_the_fast_deviation_gives_the_scales_of_torchs(kind: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(20_000, 32, generator=generator) * torch.randn(20_000, 1, generator=generator).exp()
+    if kind == "mean":
+        rows += torch.randn(20_000, 1, generator=generator).mul_(6).exp()
+    elif kind == "tiny":
+        rows *= torch.linspace(-150, 0, 20_000)[:, None].exp2()
+    elif kind == "huge":
+        rows *= torch.linspace(0, 127, 20_000)[:, None].exp2()
+    elif kind == "edges":
+        # Blocks whose wanted scale is a power of two, or a few steps beside it.
+        sigma = rows.std(-1, correction=0, keepdim=True)
+        steps = 1 + torch.randint(-40, 41, (20_000, 1), generator=generator) * 2**-23
+        rows = rows / sigma / (2.92247856 / 6) * steps
+    elif kind == "special":
+        rows[::3, 5], rows[1::3, 7], rows[::5] = float("nan"), float("inf"), 0.0
+    assert torch.equal(deviation._bytes(rows), deviation._exact_bytes(rows))
