@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
+EXCHANGE := .venv-exchange
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_PYTHON := $(BIN)/python
@@ -16,7 +17,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 SOURCES := capd capd_client tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs cli-page pictures test test-all test-store check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
+.PHONY: help setup demo docs cli-page pictures test test-all test-store test-exchange check check-static format lint type imports test-random test-fault test-gpu bench bench-gpu gpu-first-hour bench-store clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +68,18 @@ test-store: ## Run the store's tests without torch, on any Python: make test-sto
 	    touch $$venv/.installed; \
 	fi; \
 	$$venv/bin/python -m pytest tests/unit/store -m "not slow and not fault" $(TEST_ARGS)
+
+$(EXCHANGE)/.installed: constraints-exchange.txt constraints-exchange-8.txt | setup
+	rm -rf $(EXCHANGE)
+	$(PYTHON) -m venv $(EXCHANGE)
+	$(EXCHANGE)/bin/python -m pip install --quiet --no-compile --no-deps -r constraints-exchange.txt
+	$(EXCHANGE)/bin/python -m pip install --quiet --no-compile --no-deps --target $(EXCHANGE)/mindstudio-probe-8 -r constraints-exchange-8.txt
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'); \
+	echo "import site; site.addsitedir('$$site')" > $$($(EXCHANGE)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch_of_capd.pth
+	touch $@
+
+test-exchange: setup $(EXCHANGE)/.installed ## Open exports with the tools that they are for, and read what these write
+	$(PYTEST) tests/integration/exchange $(TEST_ARGS)
 
 check: check-static test ## Everything that must pass before a change lands
 

@@ -42,7 +42,7 @@ from benchmarks.store.store_runner import (
 from capd.pt_files.dictionary import Naming
 from capd.pt_files.export import export_pt
 from capd.pt_files.files import find_files
-from capd.pt_files.import_ import import_files
+from capd.pt_files.import_ import import_files, load_file
 from capd.server.heap import settled_heap
 from capd.store.run.options import StoreOptions
 from capd.store.run.run_store import RunStore
@@ -128,7 +128,7 @@ def _load(found: list[Any], out: Path | None = None) -> None:
 def _import(found: list[Any], out: Path, codec: str) -> None:
     out.mkdir()
     store = RunStore(out, "again", "n0", StoreOptions(codec=codec))
-    outcomes = list(import_files(store, found, threads=_cpus()))
+    outcomes = list(import_files(store, found, threads=_cpus(), load=partial(load_file, layer_base=0)))
     store.seal()
     store.close()
     assert not any(outcome.problem or outcome.already for outcome in outcomes)

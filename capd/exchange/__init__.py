@@ -1,1 +1,1 @@
-"""The exchange of records with the files of other tools."""
+"""Files of other tools: the registry of the tools, and what their exports and imports share."""

@@ -7,14 +7,26 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from capd.pt_files.names import NameParts, name_parts
 
-__all__ = ["TensorFile", "find_files"]
+__all__ = ["ImportSource", "TensorFile", "find_files"]
 
 _ENDINGS = (".pt", ".pth", ".pkl")
 # The store keeps committed sequences for each client. A few sequences for each client give cheap catalog rows.
 _CLIENTS = 1 << 12
+
+
+class ImportSource(Protocol):
+    """A tensor to import: the path that names it, the bytes that loading takes, client and sequence in a store."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def capture(self) -> tuple[bytes, int]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ where it stopped, and a repeated one adds only new files. A bad file never affec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.errors import StoreFull
 from capd.pt_files.dictionary import capture_of
-from capd.pt_files.files import TensorFile
+from capd.pt_files.files import ImportSource, TensorFile
 from capd.pt_files.load import load_tensor_file, opened
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.pt_files.writer import DiskCheck, ImportedRecord, ImportWriter
@@ -29,7 +29,7 @@ from capd.store.run.run_store import RunStore
 from capd_client.protocol.dtypes import SUPPORTED_DTYPES
 from capd_client.protocol.key import MAX_NDIM
 
-__all__ = ["Outcome", "import_files", "load_file", "stored_bits"]
+__all__ = ["Outcome", "bits_of", "import_files", "load_file"]
 
 _MAX_EXPANSION = 64
 """The largest ratio of a tensor's bytes to the bytes of its storage (keys expanded over query heads, for example)."""
@@ -41,7 +41,7 @@ _MAX_EXTENTS_NBYTES = 1 << 44
 class Outcome:
     """The outcome of a file: committed, present before, or refused for a reason."""
 
-    file: TensorFile
+    file: ImportSource
     raw_nbytes: int = 0
     already: bool = False
     problem: str | None = None
@@ -49,13 +49,20 @@ class Outcome:
 
 def import_files(
     store: RunStore,
-    files: Sequence[TensorFile],
+    files: Iterable[ImportSource],
     *,
     threads: int,
-    layer_base: int = 0,
+    load: Callable[[Any], ImportedRecord],
     limit: DiskCheck | None = None,
 ) -> Iterator[Outcome]:
     """Import files in order. All are committed when the iterator ends.
+
+    Args:
+        store: The run.
+        files: The files, or other places of tensors.
+        threads: The number of threads that load, and of those that encode.
+        load: Reads one of them, such as `load_file`. It raises BadTensorFile for one that is to be skipped.
+        limit: Says why a record may not be written.
 
     Yields:
         The outcome of each file, in order.
@@ -66,17 +73,21 @@ def import_files(
         StoreError: If the store fails.
     """
     with worker_threads(threads, "encode") as encoding, worker_threads(threads, "import") as loading:
-        yield from _Import(store, ImportWriter(store, encoding, limit), loading, layer_base).run(files)
+        yield from _Import(store, ImportWriter(store, encoding, limit), loading, load).run(files)
 
 
 class _Import:
     def __init__(
-        self, store: RunStore, writer: ImportWriter, pool: ThreadPoolExecutor, layer_base: int
+        self,
+        store: RunStore,
+        writer: ImportWriter,
+        pool: ThreadPoolExecutor,
+        load: Callable[[Any], ImportedRecord],
     ) -> None:
-        self._store, self._writer, self._pool, self._layer_base = store, writer, pool, layer_base
+        self._store, self._writer, self._pool, self._load = store, writer, pool, load
         self._known: dict[bytes, RangeSet] = {}
 
-    def run(self, files: Sequence[TensorFile]) -> Iterator[Outcome]:
+    def run(self, files: Iterable[ImportSource]) -> Iterator[Outcome]:
         # Half of the memory is for loaded files, the other half for encoded chunks.
         loaded = ahead(files, self._begin, lambda file: file.nbytes, AHEAD_NBYTES // 2)
         for item, write in ahead(self._ready(loaded), self._plan, _nbytes, AHEAD_NBYTES // 2):
@@ -85,16 +96,16 @@ class _Import:
             yield item if isinstance(item, Outcome) else Outcome(item.file, item.bits.nbytes)
         self._writer.flush()
 
-    def _begin(self, file: TensorFile) -> Future[ImportedRecord] | None:
+    def _begin(self, file: ImportSource) -> Future[ImportedRecord] | None:
         client, sequence = file.capture
         if client not in self._known:
             self._known[client] = RangeSet(self._store.committed(client))
         if sequence in self._known[client]:
             return None
-        return self._pool.submit(load_file, file, self._layer_base)
+        return self._pool.submit(self._load, file)
 
     def _ready(
-        self, loaded: Iterator[tuple[TensorFile, Future[ImportedRecord] | None]]
+        self, loaded: Iterator[tuple[ImportSource, Future[ImportedRecord] | None]]
     ) -> Iterator[ImportedRecord | Outcome]:
         for file, future in loaded:
             if future is None:
@@ -133,11 +144,11 @@ def load_file(file: TensorFile, layer_base: int) -> ImportedRecord:
     with opened(file.path) as stream:
         found = load_tensor_file(stream)
     capture = capture_of(found, file.name, file.directory.name, layer_base)
-    dtype, bits = stored_bits(found["tensor"])
+    dtype, bits = bits_of(found["tensor"])
     return ImportedRecord(file, capture, dtype, bits)
 
 
-def stored_bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
+def bits_of(tensor: Any) -> tuple[str, NDArray[np.generic]]:
     """Return dtype and stored bits of a loaded tensor, with its memory and strides. A view of few bytes stays small.
 
     Raises:
@@ -156,11 +167,11 @@ def stored_bits(tensor: Any) -> tuple[str, NDArray[np.generic]]:
         raise BadTensorFile(f"its tensor is {list(shape)}, {nbytes} bytes, made of {held} bytes")
     if prod(max(1, extent) for extent in shape) * item_nbytes > _MAX_EXTENTS_NBYTES:
         raise BadTensorFile(f"its tensor is {list(shape)}, which is larger than any record")
-    bits: NDArray[np.generic] = tensor.detach().resolve_neg().view(_bits_of(item_nbytes)).numpy()
+    bits: NDArray[np.generic] = tensor.detach().resolve_neg().view(_torch_bits(item_nbytes)).numpy()
     return dtype, bits.view(stored_type(dtype).stored)
 
 
-def _bits_of(item_nbytes: int) -> Any:
+def _torch_bits(item_nbytes: int) -> Any:
     """Return a torch dtype of this size that numpy has, too, so that a view of the elements needs no copy."""
     import torch
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from capd.errors import StoreFull
 from capd.pt_files.dictionary import Capture
-from capd.pt_files.files import TensorFile
+from capd.pt_files.files import ImportSource
 from capd.store.format.codec_choice import SAMPLE_NBYTES
 from capd.store.format.encode import ChunkResult, encode_chunk, summarise_small
 from capd.store.format.frames import RecordRow, StatsRow
@@ -35,7 +35,7 @@ _CATALOG_INTERVAL_S = 1.0
 class ImportedRecord:
     """A record to commit. `file` identifies it; `bits` are its stored elements, with any strides."""
 
-    file: TensorFile
+    file: ImportSource
     capture: Capture
     dtype: str
     bits: NDArray[np.generic]

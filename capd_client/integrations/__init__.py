@@ -62,10 +62,15 @@ def _dropout(model: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _at(place: tuple[tuple[str, Any], ...], sites: list[Site]) -> list[Site]:
-    """Return the sites with what is said of the model: this rank's place in its device mesh, its dropout.
+    """Return the sites with facts of the model: this rank's place in its device mesh, its dropout, the module's class.
 
     Attributes of the framework take precedence.
     """
     return [
-        site._replace(attributes=tuple({**dict(place), **dict(site.attributes)}.items())) for site in sites
+        site._replace(
+            attributes=tuple(
+                {"class": type(site.module).__name__, **dict(place), **dict(site.attributes)}.items()
+            )
+        )
+        for site in sites
     ]

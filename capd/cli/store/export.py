@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -18,11 +18,13 @@ from capd.cli.store.export_tasks import ClusterExport
 from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import prose
 from capd.errors import ConfigError, NothingMatched
+from capd.exchange.peers import PEERS, ExportRequest, export_for
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
 
 if TYPE_CHECKING:
     from capd.output_directory import ExportedFile
+    from capd.store.read.scalars import Scalar
     from capd.store.read.series import Series
     from capd.store.read.store import Store
 
@@ -30,8 +32,7 @@ __all__ = ["export"]
 
 _WITH_STATISTICS = ("parquet", "tensorboard")
 
-
-Format = Literal["pt", "npz", "safetensors", "parquet", "csv", "sglang", "tensorboard"]
+Format = Literal["pt", "npz", "safetensors", "parquet", "csv", "msprobe", "sglang", "tensorboard"]
 
 
 @grouped
@@ -57,6 +58,9 @@ def export(
     ] = 0,
     logical: Annotated[
         bool, flag("--logical", "pt, npz: whole tensors, put together from the parts of all ranks.")
+    ] = False,
+    repeat_weights: Annotated[
+        bool, flag("--repeat-weights", "msprobe: write a weight for every call, not once.")
     ] = False,
     *,
     keys: KeyOptions,
@@ -91,6 +95,8 @@ def export(
                    moment, shape and statistics; needs `pip install "capd[table]"`
       csv          the scalars, and no tensor: one table, DIR/scalars.csv, with
                    name, rank, iteration, micro_batch, call, time_ns and value
+      msprobe      a dump of mindstudio-probe, DIR/step<N>/rank<R>/, for its
+                   compare and graph_visualize
       sglang       one file per record, as sglang's dumper writes, in DIR/RUN: its
                    comparator joins the parts of ranks and compares two runs
       tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
@@ -127,8 +133,10 @@ def export(
     from capd.store.read.store import open_store
 
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
-    if to in ("csv", "parquet", "sglang", "tensorboard") and cluster.is_used:
-        raise ConfigError(f"--to {to} is written by one process; leave --scheduler out")
+    if to in ("csv", "parquet") and cluster.is_used:
+        raise ConfigError(f"--to {to} is one table, which one process writes; leave --scheduler out")
+    if to in PEERS and cluster.is_used:
+        raise ConfigError(f"one process writes the files of --to {to}; leave --scheduler out")
     naming = Naming(names, tensor_names, layer_base)
     if logical:
         if cluster.is_used:
@@ -158,27 +166,25 @@ def export(
         with on_cluster.files(opened, chosen, out) as written:
             _report(written, chosen, out, to, as_json)
         return
-    left_out: Counter[str] = Counter()
+    if to in PEERS:
+        scalars = partial(_scalars, opened, tests, attempt_of(attempt))
+        request = ExportRequest(opened.run_id, chosen, out, repeat_weights, scalars)
+        with settled_heap():
+            _report(export_for(to, request), chosen, out, to, as_json)
+        for reason, count in request.left_out.items():
+            note(f"{human_count(count, 'record')} left out, because {reason}")
+        return
     with settled_heap():
-        if to == "tensorboard":
-            written = _events(opened, chosen, tests, out, attempt_of(attempt))
-        else:
-            written = _files(opened.run_id, chosen, out, to, naming, jobs, left_out)
-        _report(written, chosen, out, to, as_json)
-    for reason, count in left_out.items():
-        note(f"{human_count(count, 'record')} left out, because {reason}")
+        _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
 
 
-def _events(
-    opened: Store, chosen: list[Series], tests: Tests, out: Path, attempt: int | str
-) -> Iterator[ExportedFile]:
+def _scalars(opened: Store, tests: Tests, attempt: int | str) -> Sequence[Scalar]:
     from capd.cli.store.scalar_tables import note_skipped
-    from capd.exchange.tensorboard.export import export_tensorboard
     from capd.io.scalar_table import readable_scalars
 
     read = readable_scalars(opened, tests, attempt)
     note_skipped(read)
-    return export_tensorboard(opened.run_id, chosen, read.found, out)
+    return read.found
 
 
 def _export_whole(
@@ -244,12 +250,7 @@ def _files(
     to: str,
     naming: Naming,
     jobs: int | None,
-    left_out: Counter[str],
 ) -> Iterator[ExportedFile]:
-    if to == "sglang":
-        from capd.exchange.sglang.export import export_sglang
-
-        return export_sglang(run_id, chosen, out, left_out)
     if to == "parquet":
         from capd.io.table import export_table
 
@@ -268,14 +269,17 @@ def _report(
     written: Iterator[ExportedFile], chosen: Sequence[Sized], out: Path, to: str, as_json: bool
 ) -> None:
     files = records = nbytes = raw_nbytes = 0
-    records_in_all = sum(map(len, chosen))
-    total, what = {
-        "pt": (records_in_all, "records"), "sglang": (records_in_all, "records"),
+    counted = {
         "parquet": (1, "tables"),
-    }.get(to, (len(chosen), "series"))  # fmt: skip
+        "npz": (len(chosen), "series"),
+        "safetensors": (len(chosen), "series"),
+    }
+    total, what = counted.get(to) or (sum(map(len, chosen)), "records")
     with Progress(total, what) as progress:
         for file in written:
-            progress.add(file.raw_nbytes)
+            # Documents of a dump hold no record.
+            if file.records or to == "parquet":
+                progress.add(file.raw_nbytes)
             files, records = files + 1, records + file.records
             nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
     where = {"directory": str(out), "format": to}

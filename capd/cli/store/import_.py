@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,10 +68,10 @@ def import_files(
     """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
 
     Files of `capd export --to pt` become the same records again. docs/migration-files.md says how files of
-    tensor_saver are read, and docs/exchange.md how those of other tools are: of sglang's dumper, of Megatron-LM's
-    --save-activations, --save-dgrads and --save-wgrads, and the statistics logs of nvdlfw-inspect, which become
-    scalars. Nothing in a file is executed, and symbolic links are not followed. A file that is
-    damaged, hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
+    tensor_saver are read, and docs/exchange.md how those of other tools are: dumps of mindstudio-probe and sglang,
+    Megatron-LM's --save-activations, --save-dgrads and --save-wgrads, and the statistics logs of nvdlfw-inspect, which
+    become scalars. Nothing in a file is executed, and symbolic links are not followed. A file that is damaged,
+    hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
 
     An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
     its absolute path and size. About 128 MiB of files and records are in memory at once, or one file and its record
@@ -99,44 +100,53 @@ def import_files(
         raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
     name = check_run_id(run_id or _run_name(directory))
     pipeline = PipelineLayout(stages, chunks, layers or 0)
-    files = _files(directory, peer, pipeline, layer_base)
-    with settled_heap(), Progress(len(files), "files") as progress:
+    found = _found(directory, peer, pipeline, layer_base)
+    with settled_heap(), Progress(found.number, "files") as progress:
         outcomes = _Outcomes(progress)
-        _import(settings, name, files, jobs, outcomes)
+        _import(settings, name, found, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
-    document = {"run": str(run), "files": len(files), **outcomes.plain()}
+    document = {"run": str(run), "format": found.tool, "files": found.number, **outcomes.plain()}
     print_either(document, [f"{run}: {outcomes}"], as_json=as_json)
     raise typer.Exit(1 if outcomes.skipped else 0)
 
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """The files to import, and the function that imports them into a run."""
+    """The files to import: the tool that wrote them, their number, and the function that imports them into a run."""
 
+    tool: str
     number: int
     read: Callable[..., Iterator[Outcome]]
 
-    def __len__(self) -> int:
-        return self.number
 
-
-def _files(directory: Path, peer: Peer | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
+def _found(directory: Path, peer: Peer | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
+    """Return what is to import."""
     from capd.exchange.foreign import import_foreign
+    from capd.exchange.peers import found_by_a_peer
     from capd.exchange.recognise import peer_files
     from capd.pt_files.files import find_files
-    from capd.pt_files.import_ import import_files
+    from capd.pt_files.import_ import import_files, load_file
 
-    found = peer_files(directory, peer, pipeline)
-    if found is not None:
-        return FoundFiles(len(found[1]), lambda run, **how: import_foreign(run, found[1], **how))
+    dump = None if peer is not None else found_by_a_peer(directory)
+    if dump is not None:
+        total = sum(1 for _ in dump.sources())
+        if not total:
+            raise NothingMatched(f"the {dump.peer} dump in {directory} names no tensor")
+        return FoundFiles(
+            dump.peer, total, lambda run, **how: import_files(run, dump.sources(), load=dump.load, **how)
+        )
+    foreign = peer_files(directory, peer, pipeline)
+    if foreign is not None:
+        tool, sources = foreign
+        return FoundFiles(tool, len(sources), lambda run, **how: import_foreign(run, sources, **how))
     if peer is not None:
         raise NothingMatched(f"no file of {peer} in {directory}; leave --from out to import .pt files")
-    files = find_files(directory)
+    files, load = find_files(directory), partial(load_file, layer_base=layer_base)
     if not files:
         raise NothingMatched(
-            f"no .pt, .pth or .pkl file in {directory}, and no file of {', '.join(PEERS)} (docs/exchange.md)"
+            f"no .pt, .pth or .pkl file in {directory}, and no file of msprobe, {', '.join(PEERS)} (docs/exchange.md)"
         )
-    return FoundFiles(len(files), lambda run, **how: import_files(run, files, layer_base=layer_base, **how))
+    return FoundFiles("pt", len(files), lambda run, **how: import_files(run, files, load=load, **how))
 
 
 def _run_name(directory: Path) -> str:
@@ -146,7 +156,7 @@ def _run_name(directory: Path) -> str:
 def _import(
     settings: DaemonSettings,
     name: str,
-    files: FoundFiles,
+    found: FoundFiles,
     jobs: int | None,
     outcomes: _Outcomes,
 ) -> None:
@@ -169,7 +179,7 @@ def _import(
         run = RunStore(root, name, node, options)
         try:
             threads = jobs or max(1, round(usable_cpus()))
-            for outcome in files.read(run, threads=threads, limit=budget.refusal):
+            for outcome in found.read(run, threads=threads, limit=budget.refusal):
                 outcomes.take(outcome)
         finally:
             run.seal()

@@ -17,7 +17,7 @@ from capd.exchange.megatron.layers import PipelineLayout
 from capd.exchange.quant_types import quant_type_of
 from capd.pt_files.dictionary import foreign_capture
 from capd.pt_files.files import TensorFile, find_files
-from capd.pt_files.import_ import Outcome, stored_bits
+from capd.pt_files.import_ import Outcome, bits_of
 from capd.pt_files.load import load_tensor_file, opened
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.pt_files.writer import ImportedRecord
@@ -107,7 +107,7 @@ class MegatronFile:
         if not isinstance(value, torch.Tensor):
             return Outcome(file, problem=f"{name[:200]}: its value is no tensor but {type(value).__name__}")
         try:
-            dtype, bits = stored_bits(value)
+            dtype, bits = bits_of(value)
             key, attributes, metadata = self._names(chunk, name, dtype)
             capture = foreign_capture(key, {"iteration": self.iteration}, attributes, metadata)
         except BadTensorFile as error:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from capd.exchange.peers import ExportRequest
 from capd.exchange.sglang.dims import ParallelPlace, dims_of
 from capd.output_directory import ExportedFile, locked_directory, write_new
 from capd.pt_files.export import save_object
@@ -25,23 +25,18 @@ from capd.store.documents.names import component
 from capd.store.read.series import Record, Series
 from capd_client.protocol.key import Key, Moment
 
-__all__ = ["LeftOut", "export_sglang", "file_name"]
+__all__ = ["export_files", "file_name"]
 
 # A file system's longest name, less the temporary one's ending.
 _MOST_NAME_BYTES = 240
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:\-]+|_{3,}")
 
-LeftOut = Counter[str]
-"""The numbers of records that were left out, by reason."""
 
-
-def export_sglang(
-    run_id: str, chosen: Sequence[Series], out: Path, left_out: LeftOut
-) -> Iterator[ExportedFile]:
+def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
     """Write the records of series that keep tensors to files below `out`/RUN, in the order of their capture.
 
     Quantised parts and packed values are written as they are stored. A record whose placement the comparator has no
-    word for is left out and counted in `left_out`. One record is in memory at once.
+    word for is left out and counted in `request.left_out`. One record is in memory at once.
 
     Yields:
         Each file when it is whole.
@@ -51,6 +46,7 @@ def export_sglang(
         DamagedRecord: A record cannot be read exactly.
         OSError: A file cannot be written.
     """
+    run_id, chosen, out, left_out = request.run_id, request.chosen, request.out, request.left_out
     with locked_directory(out):
         directory = out / component(run_id)
         directory.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from capd.exchange.quant_types import quant_type_of
 from capd.exchange.sglang.dims import placements_in
 from capd.pt_files.dictionary import Capture, foreign_capture
 from capd.pt_files.files import TensorFile, find_files
-from capd.pt_files.import_ import Outcome, stored_bits
+from capd.pt_files.import_ import Outcome, bits_of
 from capd.pt_files.load import load_tensor_file, opened
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.pt_files.writer import ImportedRecord
@@ -78,7 +78,7 @@ class SglangFile:
             raise BadTensorFile(f"its value is no tensor but {type(value).__name__}")
         if not isinstance(meta, dict):
             raise BadTensorFile('its "meta" is no dictionary')
-        dtype, bits = stored_bits(value)
+        dtype, bits = bits_of(value)
         yield ImportedRecord(self.file, _capture(self.tags, meta, dtype), dtype, bits)
 
 

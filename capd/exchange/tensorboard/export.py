@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from capd.errors import CapdError
+from capd.exchange.peers import ExportRequest
 from capd.output_directory import ExportedFile, locked_directory
 from capd.store.documents.names import component
 from capd.store.format.statistics import Stats
 from capd.store.read.scalars import Scalar
 from capd.store.read.series import Record, Series, import_extra
 
-__all__ = ["export_tensorboard", "histogram_buckets", "statistic_values"]
+__all__ = ["export_files", "histogram_buckets", "statistic_values"]
 
 _STATISTICS = ("absmax", "mean", "std", "kurtosis", "crest")
 _BIAS, _LEAST, _NON_FINITE = 127, 0, 255
 
 
-def export_tensorboard(
-    run_id: str, chosen: Sequence[Series], scalars: Sequence[Scalar], out: Path
-) -> Iterator[ExportedFile]:
+def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
     """Write the events of series and scalars below `out`/RUN/rank<R>.
 
     Elements are read only for records that were committed without statistics.
@@ -43,6 +42,7 @@ def export_tensorboard(
         OSError: A file cannot be written.
     """
     import_extra("tensorboard", "tensorboard")
+    run_id, chosen, scalars, out = request.run_id, request.chosen, request.scalars(), request.out
     ranks = sorted({series.key.rank for series in chosen} | {scalar.rank for scalar in scalars})
     with locked_directory(out):
         for rank in ranks:

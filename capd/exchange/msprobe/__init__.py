@@ -1,0 +1,1 @@
+"""Dumps of mindstudio-probe (msprobe): written from records, and read into runs."""
