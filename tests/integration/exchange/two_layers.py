@@ -39,7 +39,7 @@ def main(*words: str) -> None:
     model = Net().to(torch.bfloat16)
     if "scaled" in words:
         with torch.no_grad():
-            model.get_submodule("layers.1.fc1").weight.mul_(3)
+            model.get_parameter("layers.1.fc1.weight").mul_(3)
     debugger: Any = None
     if "msprobe" in words:
         # The tool is installed in an environment of its own.
