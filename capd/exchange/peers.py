@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from capd.store.read.scalars import Scalar
     from capd.store.read.series import Series
 
-__all__ = ["PEERS", "ExportRequest", "ImportSet", "Peer", "export_for", "found_by_a_peer"]
+__all__ = ["PEERS", "ExportRequest", "ImportSet", "ExchangePeer", "export_for", "found_by_a_peer"]
 
 
-class Peer(NamedTuple):
+class ExchangePeer(NamedTuple):
     """A tool: the module that writes its files and the module that reads them; "" if there is none."""
 
     writer: str = ""
     reader: str = ""
 
 
-PEERS: dict[str, Peer] = {
-    "msprobe": Peer("capd.exchange.msprobe.export", "capd.exchange.msprobe.import_"),
-    "sglang": Peer("capd.exchange.sglang.export"),
-    "tensorboard": Peer("capd.exchange.tensorboard.export"),
+PEERS: dict[str, ExchangePeer] = {
+    "msprobe": ExchangePeer("capd.exchange.msprobe.export", "capd.exchange.msprobe.import_"),
+    "sglang": ExchangePeer("capd.exchange.sglang.export"),
+    "tensorboard": ExchangePeer("capd.exchange.tensorboard.export"),
 }
 """The tools by the name that `capd export --to` takes."""
 

@@ -12,16 +12,16 @@ from capd.exchange.megatron.layers import PipelineLayout
 from capd.exchange.nvdlfw.import_ import nvdlfw_logs
 from capd.exchange.sglang.import_ import sglang_files
 
-__all__ = ["PEERS", "Peer", "peer_files"]
+__all__ = ["TOOLS", "Tool", "peer_files"]
 
-Peer = Literal["sglang", "megatron", "nvdlfw"]
-PEERS: tuple[Peer, ...] = get_args(Peer)
+Tool = Literal["sglang", "megatron", "nvdlfw"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
 """The tools whose files are recognised."""
 
 
 def peer_files(
-    root: Path, peer: Peer | None, pipeline: PipelineLayout
-) -> tuple[Peer, Sequence[ForeignFile]] | None:
+    root: Path, peer: Tool | None, pipeline: PipelineLayout
+) -> tuple[Tool, Sequence[ForeignFile]] | None:
     """Return the tool that wrote the files below `root`, and these files. None if there is no file of a known tool.
 
     Args:
@@ -32,7 +32,7 @@ def peer_files(
     Raises:
         OSError: If `root` cannot be read.
     """
-    for name in PEERS if peer is None else (peer,):
+    for name in TOOLS if peer is None else (peer,):
         found: Sequence[ForeignFile]
         if name == "sglang":
             found = sglang_files(root)

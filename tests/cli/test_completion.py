@@ -97,7 +97,7 @@ def test_scalars_are_offered_where_a_command_takes_them(capd: Capd, tmp_path: Pa
 
 
 def test_words_of_commands_are_offered(ask: Callable[..., list[str]]) -> None:
-    assert ask("re") == ["report"]
+    assert ask("re") == ["replay", "report"]
     assert ask("ls", "x", "--sort", "r") == ["records", "raw_bytes"]
     assert ask("ls", "x", "--by", "op") == ["operation"]
     assert ask("compare", "x", "--by", "layer,i") == ["layer,iteration"]

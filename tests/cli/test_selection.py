@@ -22,7 +22,7 @@ OPTIONS = [
     ("verb", "before", "after"),
     [
         ("ls", "--run", "--limit"),
-        ("export", "--layer-base", "--jobs"),
+        ("export", "--repeat-weights", "--jobs"),
         ("compare", "--layer-base", "--sample"),
         ("report", "--layer-base", "--sample"),
         ("plot", "--layer-base", "--sample"),

@@ -17,7 +17,7 @@ from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
-from capd.exchange.recognise import PEERS, Peer
+from capd.exchange.recognise import TOOLS, Tool
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def import_files(
     config: Config = None,
     layer_base: LayerBase = 0,
     peer: Annotated[
-        Peer | None,
-        option("--from", "TOOL", f"Only files of this tool: {', '.join(PEERS)} [default: by the names]."),
+        Tool | None,
+        option("--from", "TOOL", f"Only files of this tool: {', '.join(TOOLS)} [default: by the names]."),
     ] = None,
     stages: Annotated[
         int, option("--pp", "N", "megatron: pipeline stages of the job.", min=1, max=99_999)
@@ -119,7 +119,7 @@ class FoundFiles:
     read: Callable[..., Iterator[Outcome]]
 
 
-def _found(directory: Path, peer: Peer | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
+def _found(directory: Path, peer: Tool | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
     """Return what is to import."""
     from capd.exchange.foreign import import_foreign
     from capd.exchange.peers import found_by_a_peer
@@ -144,7 +144,7 @@ def _found(directory: Path, peer: Peer | None, pipeline: PipelineLayout, layer_b
     files, load = find_files(directory), partial(load_file, layer_base=layer_base)
     if not files:
         raise NothingMatched(
-            f"no .pt, .pth or .pkl file in {directory}, and no file of msprobe, {', '.join(PEERS)} (docs/exchange.md)"
+            f"no .pt, .pth or .pkl file in {directory}, and no file of msprobe, {', '.join(TOOLS)} (docs/exchange.md)"
         )
     return FoundFiles("pt", len(files), lambda run, **how: import_files(run, files, load=load, **how))
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, StoreError
-from capd.exchange.msprobe.layout import RankStep, TensorPlace, parents_of, rank_steps
+from capd.exchange.msprobe.layout import RankStep, DumpTensor, parents_of, rank_steps
 from capd.exchange.msprobe.names import parsed_node
 from capd.exchange.msprobe.numbers import entry_numbers
 from capd.exchange.peers import ExportRequest
@@ -135,7 +135,7 @@ def _write_json(path: Path, document: Any) -> int:
     return write_new(path, write)
 
 
-def _origin(tensor: TensorPlace) -> dict[str, Any]:
+def _origin(tensor: DumpTensor) -> dict[str, Any]:
     series = tensor.series
     return {
         "series": series.path,

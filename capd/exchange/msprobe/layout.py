@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from capd.exchange.msprobe.names import Place, default_place, is_plain_name, node_base, parsed_node
+from capd.exchange.msprobe.names import NodePlace, default_place, is_plain_name, node_base, parsed_node
 from capd.store.quantised.dequantise import class_of, whole_name
 from capd.store.read.series import Record, Series
 
-__all__ = ["RankStep", "TensorPlace", "parents_of", "rank_steps"]
+__all__ = ["RankStep", "DumpTensor", "parents_of", "rank_steps"]
 
 _NO_PARENT = "Module"
 _MOST_POSITIONS = 4096
@@ -20,7 +20,7 @@ _KINDS = {"linear": "Linear", "grouped_linear": "GroupedLinear", "FA": "Attentio
 Occurrence = tuple[Any, ...]
 
 
-class TensorPlace(NamedTuple):
+class DumpTensor(NamedTuple):
     """A record and where it goes: its node, its path in the entry of the node, the name of its file."""
 
     series: Series
@@ -36,7 +36,7 @@ class _Taken(NamedTuple):
     number: int
     base: str
     node: str
-    place: Place
+    place: NodePlace
     occurrence: Occurrence
     file_name: str
 
@@ -47,7 +47,7 @@ class RankStep:
 
     rank: int
     iteration: int
-    tensors: list[TensorPlace] = field(default_factory=list)
+    tensors: list[DumpTensor] = field(default_factory=list)
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
     found: list[_Taken] = field(default_factory=list)
 
@@ -91,12 +91,12 @@ def _taken(series: Series, record: Record) -> _Taken:
     return _Taken(record.time_ns, series, record.index, base, node, place, occurrence, file_name)
 
 
-def _said_place(path: Any) -> Place | None:
+def _said_place(path: Any) -> NodePlace | None:
     """Return the place that an imported record came from, if it is a possible one."""
     fit = isinstance(path, list) and 1 < len(path) <= 16 and isinstance(path[0], str)
     if not fit or not all(isinstance(one, str) or _is_position(one) for one in path):
         return None
-    return Place("", tuple(path), "")
+    return NodePlace("", tuple(path), "")
 
 
 def _is_position(one: Any) -> bool:
@@ -118,7 +118,7 @@ def _number(step: RankStep, repeat_weights: bool) -> None:
             continue
         taken.add((node, one.place.path))
         file_name = one.file_name or f"{node}.{one.place.ending}.pt"
-        step.tensors.append(TensorPlace(one.series, one.number, node, one.place.path, file_name))
+        step.tensors.append(DumpTensor(one.series, one.number, node, one.place.path, file_name))
         step.moments.setdefault(node, _moment(one.occurrence))
     if repeat_weights:
         _repeat(step, found, ordinals, taken)
@@ -141,7 +141,7 @@ def _repeat(
             if node in step.moments and (node, one.place.path) not in taken:
                 taken.add((node, one.place.path))
                 file_name = f"{node}.{one.place.ending}.pt"
-                step.tensors.append(TensorPlace(one.series, one.number, node, one.place.path, file_name))
+                step.tensors.append(DumpTensor(one.series, one.number, node, one.place.path, file_name))
 
 
 def parents_of(nodes: Iterable[str]) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from capd_client.protocol.key import Key
 
-__all__ = ["Node", "Place", "default_place", "is_plain_name", "node_base", "parsed_node"]
+__all__ = ["Node", "NodePlace", "default_place", "is_plain_name", "node_base", "parsed_node"]
 
 MAX_NAME_CHARS = 240
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -32,7 +32,7 @@ class Node(NamedTuple):
     call: int
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     """The place of a tensor: the direction of its node, the path in the entry, and the end of its file's name.
 
     A None at the end of the path is the next free position of the list.
@@ -73,25 +73,25 @@ def node_base(key: Key, kind: str) -> str:
     return f"Module.{safe}.{_UNFIT.sub('_', kind).replace('.', '_')[:60] or 'Module'}"
 
 
-def default_place(key: Key, tensor_name: str) -> Place:
+def default_place(key: Key, tensor_name: str) -> NodePlace:
     """Return the place of a captured tensor. dY is the input of a backward, and dX its output."""
     safe = _UNFIT.sub("_", tensor_name)[:60] or "tensor"
     if key.operation != "backward":
         if tensor_name in _POSITIONS:
-            return Place(
+            return NodePlace(
                 "forward", ("input_args", _POSITIONS[tensor_name]), f"input.{_POSITIONS[tensor_name]}"
             )
         if tensor_name == "output":
-            return Place("forward", ("output", 0), "output.0")
+            return NodePlace("forward", ("output", 0), "output.0")
         if tensor_name.partition(".")[0] in ("weight", "bias"):
-            return Place("forward", ("parameters", safe), f"parameters.{safe}")
-        return Place("forward", ("input_kwargs", safe), f"input.{safe}")
+            return NodePlace("forward", ("parameters", safe), f"parameters.{safe}")
+        return NodePlace("forward", ("input_kwargs", safe), f"input.{safe}")
     of = tensor_name.removeprefix("grad_")
     if of == "output":
-        return Place("backward", ("input", 0), "input.0")
+        return NodePlace("backward", ("input", 0), "input.0")
     if of in _POSITIONS:
-        return Place("backward", ("output", _POSITIONS[of]), f"output.{_POSITIONS[of]}")
+        return NodePlace("backward", ("output", _POSITIONS[of]), f"output.{_POSITIONS[of]}")
     if of.partition(".")[0] in ("weight", "bias"):
         safe = safe.removeprefix("grad_")
-        return Place("parameters_grad", (safe, 0), safe)
-    return Place("backward", ("output", None), f"output.{safe}")
+        return NodePlace("parameters_grad", (safe, 0), safe)
+    return NodePlace("backward", ("output", None), f"output.{safe}")
