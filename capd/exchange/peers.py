@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from capd.store.read.scalars import Scalar
     from capd.store.read.series import Series
 
-__all__ = ["PEERS", "ExportRequest", "ImportSet", "ExchangePeer", "export_for", "found_by_a_peer"]
+__all__ = ["PEERS", "ExchangePeer", "ExportRequest", "ImportSet", "export_for", "found_by_a_peer"]
 
 
 class ExchangePeer(NamedTuple):

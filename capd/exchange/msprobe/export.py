@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, StoreError
-from capd.exchange.msprobe.layout import RankStep, DumpTensor, parents_of, rank_steps
+from capd.exchange.msprobe.layout import DumpTensor, RankStep, parents_of, rank_steps
 from capd.exchange.msprobe.names import parsed_node
 from capd.exchange.msprobe.numbers import entry_numbers
 from capd.exchange.peers import ExportRequest

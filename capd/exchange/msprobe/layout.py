@@ -10,7 +10,7 @@ from capd.exchange.msprobe.names import NodePlace, default_place, is_plain_name,
 from capd.store.quantised.dequantise import class_of, whole_name
 from capd.store.read.series import Record, Series
 
-__all__ = ["RankStep", "DumpTensor", "parents_of", "rank_steps"]
+__all__ = ["DumpTensor", "RankStep", "parents_of", "rank_steps"]
 
 _NO_PARENT = "Module"
 _MOST_POSITIONS = 4096
