@@ -112,6 +112,7 @@ bench: setup ## Run the benchmarks (twenty minutes, on a quiet machine)
 	$(BIN)/python benchmarks/training_overhead.py --client transformers
 	$(BIN)/python benchmarks/training_overhead.py --live --rounds 24 --steps 8
 	$(BIN)/python benchmarks/first_seconds.py
+	$(BIN)/python benchmarks/products/check.py
 	$(BIN)/python benchmarks/stalled_daemon.py
 	$(BIN)/python benchmarks/scrapes.py
 	$(BIN)/python benchmarks/live/top.py

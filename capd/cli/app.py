@@ -53,6 +53,7 @@ VERBS: dict[str, _Verb] = {
     "compare": _Verb(
         "compare.compare", "compare", "Compare number formats on captured tensors, or two captures."
     ),
+    "check": _Verb("check.check", "check", "Check captured products against their own captured operands."),
     "replay": _Verb(
         "replay.replay", "replay", "Compute captured products again under recipes of quantised training."
     ),

@@ -13,7 +13,7 @@ from capd.errors import ConfigError, DamagedRecord, NothingMatched
 from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
-    from capd.replay.calls import ReplayCall
+    from capd.products.captured.calls import ProductCall
     from capd.replay.recipes import ReplayRecipe
     from capd.replay.replaying import Replayed
     from capd.replay.request import ReplayRequest
@@ -89,13 +89,13 @@ def replayed_of(
     return replayed
 
 
-def _calls(found: Sources, replayed: Replayed) -> Sequence[ReplayCall]:
+def _calls(found: Sources, replayed: Replayed) -> Sequence[ProductCall]:
     """Return the calls, a share of each module's if a sample is wanted."""
     from capd.io.items import UNREADABLE, skipped
-    from capd.replay.calls import ReplayCalls
-    from capd.replay.calls import sampled as sampled_calls
+    from capd.products.captured.calls import ProductCalls
+    from capd.products.captured.calls import sampled as sampled_calls
 
-    calls = ReplayCalls()
+    calls = ProductCalls()
     for item in found.items.found:
         try:
             loaded = item.load()
@@ -108,12 +108,12 @@ def _calls(found: Sources, replayed: Replayed) -> Sequence[ReplayCall]:
     return [call for module in calls.by_module() for call in sampled_calls(module, found.share)]
 
 
-def _whole_calls(found: Sources, tests: Tests) -> Sequence[ReplayCall]:
-    from capd.replay.calls import ReplayCalls
-    from capd.replay.calls import sampled as sampled_calls
+def _whole_calls(found: Sources, tests: Tests) -> Sequence[ProductCall]:
+    from capd.products.captured.calls import ProductCalls
+    from capd.products.captured.calls import sampled as sampled_calls
     from capd.store.read.store import open_store
 
-    calls = ReplayCalls()
+    calls = ProductCalls()
     for one in open_store(place_of(found.names[0])).logical(attempt=found.attempt):
         if all(test(one.key) for test in tests):
             calls.add_whole(one)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from capd.replay.calls import ReplayCall
+from capd.products.captured.calls import ProductCall
 from capd.replay.operands import Taken, matrix
 from capd.replay.recipes import ReplayRecipe
 from capd.replay.sums import CapturedDistance
@@ -25,7 +25,7 @@ _BLOCK_ROWS = 256
 
 
 def captured_distances(
-    call: ReplayCall, taken: Taken, recipe: ReplayRecipe, products: Sequence[str]
+    call: ProductCall, taken: Taken, recipe: ReplayRecipe, products: Sequence[str]
 ) -> Mapping[str, CapturedDistance]:
     """Return the distance of each captured product of these names.
 

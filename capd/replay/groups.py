@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Union
 
 from capd.errors import ConfigError
+from capd.products.captured.calls import Value
 from capd.replay.sums import ProductSums
 
 __all__ = ["BY_LAYER", "FIELDS", "ByRecipe", "ReplayGroups", "checked_fields"]
@@ -17,7 +17,6 @@ BY_LAYER = ("quant_type", "layer")
 """The grouping of the figures."""
 _MOST_GROUPS = 20_000
 
-Value = Union[str, int, None]
 Place = tuple[Value, ...]
 """The values of some fields, in order."""
 ByRecipe = Mapping[str, Mapping[str, ProductSums]]

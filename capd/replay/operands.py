@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capd.replay.calls import CapturedTensor, ReplayCall
+from capd.products.captured.calls import CapturedTensor, ProductCall
 from capd.replay.recipes import CallOperands
 from capd.replay.request import ROWS_STEP
 from capd.store.read.series import tensor_of
@@ -46,7 +46,7 @@ def matrix(tensor: CapturedTensor) -> Tensor:
     return values.t() if tensor.is_transposed else values
 
 
-def operands_of(call: ReplayCall, names: frozenset[str], most_rows: int) -> Iterator[tuple[str, Taken]]:
+def operands_of(call: ProductCall, names: frozenset[str], most_rows: int) -> Iterator[tuple[str, Taken]]:
     """Read the operands that are named, and take at most so many tokens.
 
     Yields:
@@ -74,7 +74,7 @@ def _taken(found: dict[str, Tensor], most_rows: int, leading: tuple[int, ...], *
     return Taken(found, rows, leading)
 
 
-def _of_experts(call: ReplayCall, names: frozenset[str], most_rows: int) -> Iterator[tuple[str, Taken]]:
+def _of_experts(call: ProductCall, names: frozenset[str], most_rows: int) -> Iterator[tuple[str, Taken]]:
     """Yield the operands of each expert that has rows."""
     found = {name: matrix(call.tensors[name]) for name in sorted(names - {"w"})}
     weights = None
@@ -92,7 +92,7 @@ def _of_experts(call: ReplayCall, names: frozenset[str], most_rows: int) -> Iter
             yield f".{expert}", _taken(own, most_rows, (last - first,), is_partial=False)
 
 
-def _rows_of_experts(call: ReplayCall, tokens: int) -> Iterator[tuple[int, int, int]]:
+def _rows_of_experts(call: ProductCall, tokens: int) -> Iterator[tuple[int, int, int]]:
     """Yield the number of each expert, and where its rows begin and end."""
     if call.expert is not None:
         yield call.expert, 0, tokens

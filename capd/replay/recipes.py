@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from capd.errors import ConfigError
-from capd.replay.calls import ReplayCall
+from capd.products.captured.calls import ProductCall
 from capd.replay.exact_product import After
 from capd.replay.product_sums import OperandPair
 from capd_client.config.recipe import BASELINES, NONE, Recipe
@@ -144,7 +144,7 @@ class ReplayRecipe:
         masks = {"dx": "x", "dw": "w"} if self.words.mask else {}
         return frozenset((*OPERANDS_OF[product], *filter(None, [masks.get(product)])))
 
-    def is_of(self, call: ReplayCall) -> bool:
+    def is_of(self, call: ProductCall) -> bool:
         """Return whether the job computed this call by the recipe, as its records say."""
         label = call.emulation
         if label is None or label == NONE:

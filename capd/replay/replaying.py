@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from capd.io.items import UNREADABLE, Skipped, skipped
-from capd.replay.calls import ReplayCall
+from capd.products.captured.calls import ProductCall, Value
 from capd.replay.captured import captured_distances
 from capd.replay.exact_product import ExactProduct, exact_product
-from capd.replay.groups import ReplayGroups, Value
+from capd.replay.groups import ReplayGroups
 from capd.replay.operands import ShapeMismatch, Taken, operands_of
 from capd.replay.product_sums import OperandPair, measure_product
 from capd.replay.recipes import OPERANDS_OF, ReplayRecipe
@@ -53,8 +53,8 @@ class Replayed:
 
 
 def replay(
-    calls: Sequence[ReplayCall], request: ReplayRequest, replayed: Replayed
-) -> Iterator[Skipped | ReplayCall]:
+    calls: Sequence[ProductCall], request: ReplayRequest, replayed: Replayed
+) -> Iterator[Skipped | ProductCall]:
     """Replay calls one after the other, and add them to `replayed`. The memory is that of one call.
 
     Yields:
@@ -89,7 +89,7 @@ def replay(
         yield call
 
 
-def _possible(call: ReplayCall, request: ReplayRequest, left_out: Counter[str]) -> Wanted:
+def _possible(call: ProductCall, request: ReplayRequest, left_out: Counter[str]) -> Wanted:
     """Return the recipes of each product whose operands were captured, and count the others by reason."""
     found: dict[str, list[ReplayRecipe]] = {}
     for product in request.products:
@@ -107,7 +107,7 @@ def _possible(call: ReplayCall, request: ReplayRequest, left_out: Counter[str]) 
 
 
 def _replayed_parts(
-    call: ReplayCall, wanted: Wanted, request: ReplayRequest, left_out: Counter[str]
+    call: ProductCall, wanted: Wanted, request: ReplayRequest, left_out: Counter[str]
 ) -> Iterator[tuple[str, bool, Mapping[str, Mapping[str, ProductSums]]]]:
     """Yield the expert's suffix or "", whether some tokens were taken, and the sums by product and recipe."""
     names = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,42 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             taken = {(site.kind, site.suffix) for site in known}
             known.extend(site for site in sites if (site.kind, site.suffix) not in taken)
     place = (*coordinates(model.parameters()), *_dropout(model))
-    return {name: _at(place, found[name]) for name, _ in model.named_modules() if found.get(name)}
+    shared = _shared_parameters(model)
+    return {
+        name: _at(place, [_with_tie(site, shared) for site in found[name]])
+        for name, _ in model.named_modules()
+        if found.get(name)
+    }
 
 
 def multiplies(module: nn.Module) -> bool:
     """Whether the module multiplies. Such a module may do it in a way that `find_sites` does not know."""
     return linears.is_linear(module) or megatron.is_one_kernel(module)
+
+
+def _shared_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters that several modules of the model have, such as a head tied to an embedding."""
+    holders = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in {id(one): one for one in module._parameters.values() if one is not None}.values()
+    )
+    return frozenset(number for number, count in holders.items() if count > 1)
+
+
+def _with_tie(site: Site, shared: frozenset[int]) -> Site:
+    """Return the site, with the attribute `tied` for the gradient of a parameter that another module has, too.
+
+    A layer whose own weight is None gets its weight as an argument, from the module that has it.
+    """
+    name = site.kind.parameter
+    own = site.module._parameters
+    if not name or not (id(own.get(name)) in shared or (name in own and own[name] is None)):
+        return site
+    gradient = f"grad_{name}"
+    of_tensor = dict(site.of_tensor)
+    of_tensor[gradient] = (*of_tensor.get(gradient, ()), ("tied", True))
+    return site._replace(of_tensor=tuple(of_tensor.items()))
 
 
 def _dropout(model: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import capd
+from tests.kit.jobs.products import assert_products_hold
 
 Bias = Callable[["Call"], Tensor | None]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +69,8 @@ class Captures:
 
     @classmethod
     def of_store(cls, path: str | Path, **key: Any) -> Captures:
-        """Read a store; `key` restricts it as in `Store.find`."""
+        """Read a store; `key` restricts it as in `Store.find`. `capd check` must find all of its products sound."""
+        assert_products_hold(Path(path))
         found = []
         for series in capd.open(path).find(**key):
             k = series.key

@@ -78,7 +78,7 @@ def _bytes(rows: torch.Tensor) -> torch.Tensor:
     unsure = mean.abs() > _MOST_MEANS * deviation
     bits = deviation.mul_(_FACTOR).add_(_FLOOR).view(torch.int32)
     unsure |= ((bits + _NEAR) & _MANTISSA) < 2 * _NEAR
-    exponents = bits >> _MANTISSA_BITS
+    exponents: torch.Tensor = bits >> _MANTISSA_BITS
     unsure |= (exponents >= _LARGEST_BYTE) | (exponents < _SURE_BYTE)
     if bool(unsure.any()):
         chosen = unsure.squeeze(-1)

@@ -1,12 +1,14 @@
-"""The calls of linear layers in a run: their operands and products, found among the records without elements."""
+"""The calls of linear layers and attention in a run: operands and products, found among records without elements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +16,33 @@ from numpy.typing import NDArray
 from capd.errors import CapdError, MissingParts, StoreError
 from capd.io.items import Item, Loaded
 from capd.lab.sampling import SOURCE_DTYPES
-from capd.replay.groups import Value
 from capd.store.logical.series import LogicalSeries
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import ORDINALS, Key, Moment
-from capd_client.protocol.kinds import GROUPED_LINEAR, LINEAR
+from capd_client.protocol.kinds import ATTENTION, GROUPED_LINEAR, LINEAR
 
-__all__ = ["CapturedTensor", "ReplayCall", "ReplayCalls", "sampled"]
+__all__ = ["CapturedTensor", "ProductCall", "ProductCalls", "Value", "sampled"]
 
 _TENSORS = {
     ("forward", "input"): "x", ("forward", "weight"): "w", ("backward", "grad_output"): "g",
     ("forward", "bias"): "bias", ("forward", "offsets"): "offsets", ("forward", "output"): "y",
     ("backward", "grad_input"): "dx", ("backward", "grad_weight"): "dw",
 }  # fmt: skip
+_OF_ATTENTION = {
+    ("forward", "query"): "q", ("forward", "key"): "k", ("forward", "value"): "v", ("forward", "output"): "o",
+    ("backward", "grad_output"): "do", ("backward", "grad_query"): "dq", ("backward", "grad_key"): "dk",
+    ("backward", "grad_value"): "dv",
+}  # fmt: skip
 _TITLES = {"x": "input", "w": "weight", "g": "grad_output"}
-_COMPONENTS = (LINEAR.component, GROUPED_LINEAR.component)
+_NAMES = {
+    LINEAR.component: _TENSORS, GROUPED_LINEAR.component: _TENSORS, ATTENTION.component: _OF_ATTENTION,
+}  # fmt: skip
 # Captured once an iteration, or with each call if they are computed.
 _OF_ITERATION = ("w", "bias")
 _OF_LAYER = ("quant_type", "rank", "stack", "layer", "module")
 _FUSED = "input before"
 
+Value = Union[str, int, None]
 Layer = tuple[Value, ...]
 At = tuple[Value, ...]
 
@@ -53,6 +62,8 @@ class CapturedTensor(NamedTuple):
         expert: The expert whose rows these are, if the layer's experts have one weight.
         is_whole: Whether it was put together from the parts of all ranks.
         emulation: The emulation that the record names, None if it names none.
+        spread: Returns how far the ranks' copies of a whole tensor lie apart, relative to their largest magnitude.
+        attributes, metadata: The record's. Those of a whole tensor are what its parts share, and of its first part.
     """
 
     name: str
@@ -66,15 +77,19 @@ class CapturedTensor(NamedTuple):
     expert: int | None = None
     is_whole: bool = False
     emulation: str | None = None
+    spread: Callable[[], float] | None = None
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayCall:
-    """A call of a linear layer.
+class ProductCall:
+    """A call of a linear layer or of attention.
 
     Attributes:
-        place: The values of the fields of a call (`capd.replay.groups.FIELDS`).
-        tensors: The captured tensors: x, w, g, bias, and the products y, dx, dw.
+        place: The values of the fields of a call: those of its layer, and the ordinals of its moment.
+        tensors: The captured tensors: x, w, g, bias, and the products y, dx, dw. Of attention q, k, v, do, and the
+            products o, dq, dk, dv.
         is_grouped: Whether it multiplies the rows of several experts, each by its part of one weight.
     """
 
@@ -85,7 +100,9 @@ class ReplayCall:
     @property
     def name(self) -> str:
         """The name in messages: that of the input, or of the output gradient."""
-        return next(self.tensors[name].name for name in ("x", "g") if name in self.tensors)
+        return next(
+            self.tensors[name].name for name in ("x", "g", "q", *self.tensors) if name in self.tensors
+        )
 
     @property
     def expert(self) -> int | None:
@@ -125,7 +142,7 @@ class ReplayCall:
 
 
 @dataclass(slots=True)
-class ReplayCalls:
+class ProductCalls:
     """The captured tensors of linear layers: some 700 bytes for each record. Not thread-safe."""
 
     _calls: dict[Layer, dict[At, dict[str, CapturedTensor]]] = field(default_factory=dict)
@@ -136,8 +153,8 @@ class ReplayCalls:
     def add(self, item: Item, loaded: Loaded) -> None:
         """Add an item if it is a tensor of a linear layer of a named module."""
         key, moment = loaded.key, loaded.moment
-        name = _TENSORS.get((key.operation, key.tensor_name))
-        if name is None or key.component not in _COMPONENTS or not key.module:
+        name = _name_of(key)
+        if name is None:
             return
         self._note_group(key)
         self._add(tuple(getattr(key, each) for each in _OF_LAYER), moment, name, _tensor(item, loaded, name))
@@ -145,21 +162,24 @@ class ReplayCalls:
     def add_whole(self, series: LogicalSeries) -> None:
         """Add a tensor that is put together from the parts of all ranks. Its rank is the place of its samples."""
         key = series.key
-        name = _TENSORS.get((key.operation, key.tensor_name))
-        if name is None or key.component not in _COMPONENTS or not key.module:
+        name = _name_of(key)
+        if name is None:
             return
         self._note_group(key)
         of_samples = ",".join(f"{dimension}={rank}" for dimension, rank in series.coordinates.items()) or None
         layer = tuple(of_samples if each == "rank" else getattr(key, each) for each in _OF_LAYER)
+        parts = dict(_first_metadata(series)) if name in ("y", "o") else {}
         for moment in series.moments:
-            self._add(layer, moment, name, _whole_tensor(series, moment, name))
+            tensor = _whole_tensor(series, moment, name)
+            tensor = tensor._replace(metadata=parts.get(_ordinals(moment), tensor.metadata))
+            self._add(layer, moment, name, tensor)
 
     def _note_group(self, key: Key) -> None:
         if key.component == GROUPED_LINEAR.component:
             self._grouped.add(key.module)
 
     def _add(self, layer: Layer, moment: Moment, name: str, tensor: CapturedTensor) -> None:
-        at = tuple(getattr(moment, each) for each in ORDINALS)
+        at = _ordinals(moment)
         if name in _OF_ITERATION:
             shared = self._of_iteration.setdefault((layer, _iteration(at)), {})
             shared.setdefault(name, tensor)
@@ -167,14 +187,14 @@ class ReplayCalls:
         calls = self._calls.setdefault(layer, {})
         calls.setdefault(at, {}).setdefault(name, tensor)
 
-    def by_module(self) -> list[list[ReplayCall]]:
-        """Return the calls of each module that have an input or an output gradient."""
-        found = [list(self._calls_of(layer)) for layer in self._calls]
+    def by_module(self, some: Collection[str] = ("x", "g")) -> list[list[ProductCall]]:
+        """Return the calls of each module that have one of these tensors: an input or an output gradient."""
+        found = [list(self._calls_of(layer, some)) for layer in self._calls]
         return [calls for calls in found if calls]
 
-    def _calls_of(self, layer: Layer) -> Iterator[ReplayCall]:
+    def _calls_of(self, layer: Layer, some: Collection[str]) -> Iterator[ProductCall]:
         for at, tensors in self._calls[layer].items():
-            if "x" in tensors or "g" in tensors:
+            if not tensors.keys().isdisjoint(some):
                 # A whole weight is that of all samples.
                 of_all = tuple(
                     None if each == "rank" else one for each, one in zip(_OF_LAYER, layer, strict=True)
@@ -182,13 +202,19 @@ class ReplayCalls:
                 shared = self._of_iteration.get((of_all, _iteration(at)), {})
                 shared = {**shared, **self._of_iteration.get((layer, _iteration(at)), {})}
                 place = {**dict(zip(_OF_LAYER, layer, strict=True)), **dict(zip(ORDINALS, at, strict=True))}
-                yield ReplayCall(place, {**tensors, **shared, **tensors}, place["module"] in self._grouped)
+                yield ProductCall(place, {**tensors, **shared, **tensors}, place["module"] in self._grouped)
 
 
-def sampled(calls: Sequence[ReplayCall], share: float) -> list[ReplayCall]:
+def sampled(calls: Sequence[ProductCall], share: float) -> list[ProductCall]:
     """Return a share of the calls of a module, each from the middle of its part, at least one."""
     number = min(len(calls), max(1, round(share * len(calls))))
     return [calls[(2 * place + 1) * len(calls) // (2 * number)] for place in range(number)]
+
+
+def _name_of(key: Key) -> str | None:
+    """Return the name of a tensor of a named module in `ProductCall.tensors`."""
+    names = _NAMES.get(key.component, {}) if key.module else {}
+    return names.get((key.operation, key.tensor_name))
 
 
 def _iteration(at: At) -> At:
@@ -219,7 +245,22 @@ def _whole_tensor(series: LogicalSeries, moment: Moment, name: str) -> CapturedT
         prod(shape) * ITEM_NBYTES.get(series.dtype, 0),
         is_transposed=_is_transposed(name, attributes),
         is_whole=True,
+        emulation=_emulation(attributes),
+        spread=partial(series.spread_at, moment),
+        attributes=attributes,
     )
+
+
+def _first_metadata(series: LogicalSeries) -> Iterator[tuple[At, Mapping[str, Any]]]:
+    """Yield the moments of the first part with the metadata of its records. Damaged ones are left out."""
+    part = series.series[0]
+    for number, moment in zip(part.numbers, part.moments, strict=True):
+        with suppress(StoreError):
+            yield _ordinals(moment), part.record(number).metadata
+
+
+def _ordinals(moment: Moment) -> At:
+    return tuple(getattr(moment, each) for each in ORDINALS)
 
 
 def _reason(name: str, attributes: Mapping[str, Any]) -> str:
@@ -227,6 +268,11 @@ def _reason(name: str, attributes: Mapping[str, Any]) -> str:
     return (
         f"a fused layer captured its {operands[:60]}" if name == "x" and operands.startswith(_FUSED) else ""
     )
+
+
+def _emulation(attributes: Mapping[str, Any]) -> str | None:
+    emulation = attributes.get("emulation")
+    return emulation if isinstance(emulation, str) else None
 
 
 def _is_transposed(name: str, attributes: Mapping[str, Any]) -> bool:
@@ -241,7 +287,6 @@ def _tensor(item: Item, loaded: Loaded, name: str) -> CapturedTensor:
     reason = _reason(name, loaded.attributes) or loaded.no_source or ""
     # They are integers.
     reason = "" if name == "offsets" else reason
-    emulation: Any = loaded.attributes.get("emulation")
     note, expert = loaded.metadata.get("slice"), loaded.metadata.get("expert")
     return CapturedTensor(
         item.name,
@@ -253,5 +298,7 @@ def _tensor(item: Item, loaded: Loaded, name: str) -> CapturedTensor:
         is_transposed=_is_transposed(name, loaded.attributes),
         rows=None if note is None else str(note),
         expert=expert if type(expert) is int else None,
-        emulation=emulation if isinstance(emulation, str) else None,
+        emulation=_emulation(loaded.attributes),
+        attributes=loaded.attributes,
+        metadata=loaded.metadata,
     )

@@ -1,0 +1,1 @@
+"""The products of captured calls: what their records hold, found among all records of a store."""

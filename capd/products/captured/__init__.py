@@ -1,0 +1,1 @@
+"""The tensors of each captured product, found among records without elements."""

@@ -1,0 +1,53 @@
+"""Checks that the captured products of a run hold: each against its own captured operands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from capd.check.checking import Checked, check_calls, units_of
+from capd.check.document import check_document
+from capd.check.judging import Limits
+from capd.io.items import items_of_runs
+from capd.products.captured.calls import ProductCalls
+from capd.store.read.store import open_store
+
+__all__ = ["assert_products_hold", "checked_run"]
+
+
+def checked_run(run: Path, *, by_rank: bool = False) -> Checked:
+    """Check a run as `capd check` does: of several ranks, what is put together, unless `by_rank`."""
+    calls, store = ProductCalls(), open_store(run)
+    if not by_rank and len({series.key.rank for series in store.series}) > 1:
+        for whole in store.logical():
+            calls.add_whole(whole)
+    else:
+        for item in items_of_runs([run], []).found:
+            loaded = item.load()
+            if loaded is not None:
+                calls.add(item, loaded)
+    checked, threads = Checked(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for unit, outcome in check_calls(units_of(calls, 1.0), Limits(), 2):
+            checked.add(unit, outcome)
+    finally:
+        torch.set_num_threads(threads)
+    return checked
+
+
+def assert_products_hold(run: Path) -> Counter[str]:
+    """Assert that no product is beyond the limits. Returns how many were checked, by name.
+
+    The run is checked as a whole, and rank by rank: either finds what the other cannot compare.
+    """
+    found: Counter[str] = Counter()
+    for by_rank in (False, True):
+        checked = checked_run(run, by_rank=by_rank)
+        document = check_document(str(run), checked, Limits(), (), is_whole=not by_rank)
+        assert not document["beyond"], document["first"][:3]
+        assert not checked.skipped, checked.skipped[:3]
+        found.update(one.product for one in checked.findings)
+    return found
