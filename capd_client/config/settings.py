@@ -90,6 +90,8 @@ class ClientConfig:
         iteration, sample_idx: The start of the counting.
         replace_tensor_saver: Whether `capd run` replaces the job's tensor_saver by `capd_client.tensor_saver`.
         emulate: The recipe, as text, of the models that are found or watched (`capd_client.emulate`); None is none.
+        perturb: "EPS" or "EPS:SEED": the first numbers of watched models are multiplied by 1 ± EPS
+            (`capd_client.watching.perturbation`); None changes nothing.
         collect: "N/M" under `capd run --mode single|batch|quick`. Of the moments that `steps` and rules select, it
             keeps the first N micro-batches, at most M of an iteration (`capd_client.protocol.quota`).
         collect_dir: The directory in which processes report their progress.
@@ -134,6 +136,7 @@ class ClientConfig:
     sample_idx: Optional[int] = _setting(None, values.integer(0, MAX_INDEX), "CURRENT_SAMPLE_IDX")
     replace_tensor_saver: bool = _setting(False, values.flag, "CAPD_REPLACE_TENSOR_SAVER")
     emulate: Optional[str] = _setting(None, values.emulation, "CAPD_EMULATE")
+    perturb: Optional[str] = _setting(None, values.perturbation, "CAPD_PERTURB")
     collect: Optional[str] = _setting(None, values.quota, "CAPD_COLLECT")
     collect_dir: Optional[str] = _setting(None, str, "CAPD_COLLECT_DIR")
     plan: Optional[str] = _setting(None, str, "CAPD_PLAN")

@@ -5,6 +5,7 @@ All raise ConfigError that says what is accepted.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -213,6 +214,19 @@ def emulation(value: Any) -> Optional[str]:
         return None
     recipe = Recipe.of(text)
     return None if recipe.is_none else recipe.text()
+
+
+def perturbation(value: Any) -> str:
+    """Check a perturbation "EPS" or "EPS:SEED": a relative change above 0 and at most 0.1; return its text."""
+    text = str(value).strip()
+    eps, colon, seed = text.partition(":")
+    try:
+        number = float(eps)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 0.1 or (colon and not (seed.isascii() and seed.isdecimal() and len(seed) < 10)):
+        raise ConfigError(f"{text!r:.80} is no perturbation; write EPS or EPS:SEED, as 1e-7 or 1e-7:3")
+    return text
 
 
 def store_root(directory: str) -> str:

@@ -183,7 +183,10 @@ class Offers:
         module = self._module()
         emulation = emulation_label.NONE if module is None else emulation_label.text_of(module)
         own = (*self._common, *self._of_tensor.get(tensor_name, ()))
-        return {**dict(own), emulation_label.ATTRIBUTE: emulation}
+        found = {**dict(own), emulation_label.ATTRIBUTE: emulation}
+        if (perturbed := self._sink.config.perturb) is not None:
+            found["perturb"] = perturbed
+        return found
 
     def _name(
         self, tensor_name: str, dtype: torch.dtype, cast_to: Optional[torch.dtype], rank: int

@@ -28,6 +28,7 @@ from capd_client.steps.steering import Watches
 from capd_client.watching import graphed_callables
 from capd_client.watching.find import find_products, left_out, may_be_a_stage
 from capd_client.watching.late_watch import LateWatch
+from capd_client.watching.perturbation import perturb
 from capd_client.watching.watched import Watched, is_tapped, target_of
 
 __all__ = ["WatchHandle", "attach", "attached"]
@@ -77,6 +78,14 @@ class WatchHandle:
             undo(model.register_forward_hook(RootEnd(root), always_call=True).remove)
         undo(watched.remove)
         return roots
+
+    def perturb(self, models: Sequence[nn.Module], text: str) -> None:
+        """Change the first numbers of the models. Call it before any tap, so that taps see the changed ones."""
+        for end in perturb(models, text):
+            self._undo.callback(end)
+        _notices.warn(
+            "perturb", "CAPD_PERTURB=%s: the job computes with perturbed inputs, to measure rounding", text
+        )
 
     def follow(self, steering: Watches, watched: Watched, modules: Sequence[str], what: str) -> None:
         """Let `capd ctl` change the captured tensors. Call it after everything is tapped.
@@ -180,6 +189,8 @@ def attach(
         return
     watched = Watched(sink, plan.rules, plan.default)
     hooks = handle.attach_roots(models if roots is None else roots, watched, sink)
+    if sink.config.perturb is not None:
+        handle.perturb(models, sink.config.perturb)
     for site, place, wanted in fresh:
         watched.attach(site, place, wanted)
     for site, place, wanted in found:

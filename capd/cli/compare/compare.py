@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from capd.analyze.format_choice import DEFAULT_FORMATS
+from capd.cli.compare.logical import LogicalOptions, compare_logical
 from capd.cli.compare.request import CompareRequest
 from capd.cli.completion import field_lists, format_lists, pairs_between
 from capd.cli.options import flag, grouped, option
@@ -77,6 +78,7 @@ def compare(
             min=0.0,
         ),
     ] = 0.0,
+    layouts: LogicalOptions,
 ) -> None:
     """Compare number formats on captured tensors, or two captures with each other.
 
@@ -97,6 +99,12 @@ def compare(
     by --tolerance. A difference is no failure: the exit code is 0. The scalars of two runs, such as the loss, are
     compared, too, whatever is selected.
 
+    With OTHER and --logical: whole tensors of two runs whose layouts differ, as one rank and tensor parallelism.
+    Parts are put together (docs/logical.md), micro-batches are paired by content, and the limit of each tensor is 4
+    times the error that --noise runs show, or a guess. The output names the first tensor that rounding does not
+    explain, and the factor by which it is off. The exit code is 1 if any is beyond its limit. The guide is
+    docs/comparing-layouts.md.
+
     With --sweep-scale: one power-of-two scale for all values of a group, at 21 exponents, for the elements e4m3,
     e5m2 and e2m1 or those of --formats.
 
@@ -116,6 +124,7 @@ def compare(
       capd compare captures --lab --by layer
       capd compare captures/a.zarr captures/b.zarr --first-divergence
       capd compare captures --between quant_type=bf16,mxfp8 --by layer --csv
+      capd compare one.zarr tp2.zarr --logical --noise noise.zarr
 
     \b
     Fields of --by and --ignore:
@@ -126,14 +135,33 @@ def compare(
 
     \b
     Exit codes:
-      1  bad .pt files were skipped, the rest was compared
-      2  an unknown format, field or axis
+      1  bad .pt files were skipped, the rest was compared; --logical: a
+         tensor is beyond its limit
+      2  an unknown format, field or axis; --logical: parts are missing
       4  damaged records were skipped, the rest was compared
       5  nothing matches, no record is of high precision, or no pair was found
     """
     only_pairs = {"--ignore": ignore, "--records": records, "--first-divergence": first_divergence,
                   "--tolerance": tolerance}  # fmt: skip
     only_formats = {"--axis": axis, "--per-block": per_block}
+    if layouts.logical:
+        request.refuse(
+            "whole tensors (--logical)",
+            {
+                **{name: value for name, value in only_pairs.items() if name != "--first-divergence"},
+                **only_formats,
+                "--formats": formats,
+                "--sweep-scale": sweep_scale,
+                "--lab": lab,
+                "--between": between,
+                "--by": request.by,
+                "--all-runs": request.source.all_runs,
+                "--sample": request.source.sample,
+                "--scheduler": request.cluster.is_used,
+            },
+        )
+        raise typer.Exit(compare_logical(request, layouts, first=first_divergence))
+    request.refuse("anything but whole tensors (--logical)", layouts.given())
     if request.other is not None or between is not None:
         request.refuse(
             "two captures",

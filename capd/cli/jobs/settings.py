@@ -65,13 +65,24 @@ class JobOptions:
     quant_type: Annotated[
         str | None, option("--quant-type", "WORD", "Label of the captures, such as mxfp8.")
     ] = None
+    perturb: Annotated[
+        str | None,
+        option(
+            "--perturb",
+            "EPS[:SEED]",
+            "Multiply the first numbers of the job's models by 1 ± EPS, for `capd compare --noise` [default: off].",
+        ),
+    ] = None
     no_watch: Annotated[
         bool, flag("--no-watch", "Take only what the job itself asks for with capd_client.")
     ] = False
 
     def flags(self) -> dict[str, str]:
         """Return the job's settings among the options, as `checked_flags` does."""
-        given = {name: getattr(self, name) for name in ("policy", "mode", "steps", "slice", "quant_type")}
+        given = {
+            name: getattr(self, name)
+            for name in ("policy", "mode", "steps", "slice", "quant_type", "perturb")
+        }
         return checked_flags({**given, "watch": "off" if self.no_watch else None})
 
 

@@ -33,7 +33,9 @@ TENSORS = (
     "input", "weight", "output", "grad_output", "grad_input", "grad_weight",
     "query", "key", "value", "grad_query", "grad_key", "grad_value",
 )  # fmt: skip
-_DEFAULTS = {"deallocate_pipeline_outputs": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+_DEFAULTS = {
+    "deallocate_pipeline_outputs": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False,
+}  # fmt: skip
 SAMPLES = 4
 """Micro-batches of one step over all data parallel ranks."""
 
@@ -175,7 +177,7 @@ def configuration(layout: Layout) -> Any:
         pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        apply_rope_fusion=False, add_bias_linear=False,
+        apply_rope_fusion=False,
         gated_linear_unit=layout.swiglu, activation_func=F.silu if layout.swiglu else F.gelu,
         normalization="RMSNorm", **{**_DEFAULTS, **experts, **layout.config},
     )  # fmt: skip

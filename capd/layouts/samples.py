@@ -1,0 +1,190 @@
+"""Which micro-batch of one run is which of another: by content, or by the formula of a sampler."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from capd.errors import ConfigError
+from capd.layouts.factor import relative_error
+from capd.layouts.views import Aspect, Values
+from capd.layouts.whole_run import Coordinates, Occasion, WholeRun
+
+__all__ = ["RULES", "Sample", "SamplePairs", "paired_samples"]
+
+RULES = ("content", "megatron", "interleaved")
+"""The rules of `--samples`."""
+
+# Tensors of other samples are further apart than this; the norm of their difference is about √2 of one.
+_SAME = 0.5
+
+
+class Sample(NamedTuple):
+    """The samples of one micro-batch on one data parallel rank."""
+
+    iteration: int
+    micro_batch: int
+    coordinates: Coordinates
+
+
+class SamplePairs(NamedTuple):
+    """The pairs of samples.
+
+    Attributes:
+        pairs: By the sample of the reference.
+        rule: How they were found: one of `RULES`, or "nearest".
+        anchor: The tensor whose content was compared; "" by a formula.
+        unpaired: Samples of either run without a counterpart.
+        note: Why the rule is not the one that was asked for, "" if it is.
+    """
+
+    pairs: Mapping[Sample, Sample]
+    rule: str
+    anchor: str
+    unpaired: int
+    note: str = ""
+
+
+def sample_of(at: Occasion) -> Sample:
+    """Return the sample of an occasion."""
+    return Sample(at.iteration, at.micro_batch, at.coordinates)
+
+
+def paired_samples(
+    reference: WholeRun, other: WholeRun, aspects: Sequence[Aspect], rule: str = "content"
+) -> SamplePairs:
+    """Pair the samples of two runs.
+
+    "content" takes the first tensor of the forward pass that both runs captured, `input_ids` if there is one. Samples
+    of one iteration with the same SHA-256 of its numbers are a pair. Samples without the same numbers are a pair if
+    each is the other's nearest, and nearer than half of the norm. If no sample has a counterpart, the formula of
+    Megatron's sequential sampler is used: micro-batch m of data parallel rank r of n is sample m · n + r of the step
+    (`MegatronPretrainingSampler`). "interleaved" is torch's `DistributedSampler`: its sample i · n + r is the same
+    where a micro-batch has one row.
+
+    Raises:
+        ConfigError: The rule is unknown, or cannot be used with these micro-batches.
+    """
+    if rule not in RULES:
+        raise ConfigError(f"--samples {rule!r:.80}: use one of {', '.join(RULES)}")
+    anchor = _anchor(reference, aspects)
+    ours = _samples(reference, anchor, of_reference=True)
+    theirs = _samples(other, anchor, of_reference=False)
+    if rule != "content":
+        if rule == "interleaved":
+            _check_rows(reference, other, anchor, ours, theirs)
+        return _by_formula(ours, theirs, rule)
+    found = _by_content(reference, other, anchor, ours, theirs)
+    if found.pairs:
+        return found
+    told = "no micro-batches of both runs have the same content; they are paired by Megatron's formula"
+    return _by_formula(ours, theirs, "megatron")._replace(note=f"{told} (compared: {anchor.text})")
+
+
+def _anchor(reference: WholeRun, aspects: Sequence[Aspect]) -> Aspect:
+    """Return the first activation of the forward pass in order of execution, `input_ids` before all."""
+    inputs = [
+        one
+        for one in aspects
+        if one.name.operation == "forward" and not one.name.is_of_parameter and not one.name.is_of_expert
+    ]
+    if not inputs:
+        raise ConfigError(
+            "no activation of the forward pass is in both runs, so samples cannot be paired; capture `input`"
+        )
+
+    def first(one: Aspect) -> tuple[bool, int]:
+        times = [reference.time(one.name, at) for at in reference.occasions(one.name)]
+        return one.name.tensor != "input_ids", min(times)
+
+    return min(inputs, key=first)
+
+
+def _samples(run: WholeRun, anchor: Aspect, *, of_reference: bool) -> dict[Sample, Occasion]:
+    cut = anchor.reference if of_reference else anchor.other
+    found: dict[Sample, Occasion] = {}
+    for at in sorted(run.occasions(cut.names[0])):
+        found.setdefault(sample_of(at), at)
+    return found
+
+
+def _by_content(
+    reference: WholeRun,
+    other: WholeRun,
+    anchor: Aspect,
+    ours: Mapping[Sample, Occasion],
+    theirs: Mapping[Sample, Occasion],
+) -> SamplePairs:
+    left = {sample: anchor.reference.values(reference, [at]) for sample, at in ours.items()}
+    right = {sample: anchor.other.values(other, [at]) for sample, at in theirs.items()}
+    pairs: dict[Sample, Sample] = {}
+    by_digest: dict[tuple[int, bytes], list[Sample]] = {}
+    for sample, values in right.items():
+        by_digest.setdefault((sample.iteration, _digest(values)), []).append(sample)
+    for sample, values in left.items():
+        same = by_digest.get((sample.iteration, _digest(values)))
+        if same:
+            pairs[sample] = same.pop(0)
+    exact, taken = len(pairs), set(pairs.values())
+    rest = [sample for sample in left if sample not in pairs]
+    free = [sample for sample in right if sample not in taken]
+    nearest = {sample: _nearest(left[sample], sample, right, free) for sample in rest}
+    back = {sample: _nearest(right[sample], sample, left, rest) for sample in free}
+    pairs |= {sample: one for sample, one in nearest.items() if one is not None and back[one] == sample}
+    rule = "content" if exact == len(pairs) else "nearest"
+    return SamplePairs(pairs, rule, anchor.text, len(left) + len(right) - 2 * len(pairs))
+
+
+def _nearest(
+    values: Values, sample: Sample, others: Mapping[Sample, Values], free: Sequence[Sample]
+) -> Sample | None:
+    distances = [
+        (relative_error(others[one], values), one)
+        for one in free
+        if one.iteration == sample.iteration and others[one].shape == values.shape
+    ]
+    error, found = min(distances, default=(_SAME, None))
+    return found if error < _SAME else None
+
+
+def _digest(values: Values) -> bytes:
+    # Both runs may keep the same numbers in other types. -0.0 and 0.0 are the same number.
+    plain = np.ascontiguousarray(values, dtype=np.float64) + 0.0
+    return hashlib.sha256(repr(values.shape).encode() + plain.tobytes()).digest()
+
+
+def _by_formula(ours: Mapping[Sample, Occasion], theirs: Mapping[Sample, Occasion], rule: str) -> SamplePairs:
+    left, right = _numbered(ours), _numbered(theirs)
+    pairs = {sample: right[at] for at, sample in left.items() if at in right}
+    return SamplePairs(pairs, rule, "", len(left) + len(right) - 2 * len(pairs))
+
+
+def _numbered(samples: Mapping[Sample, Occasion]) -> dict[tuple[int, int], Sample]:
+    ranks = sorted({sample.coordinates for sample in samples})
+    return {
+        (one.iteration, max(one.micro_batch, 0) * len(ranks) + ranks.index(one.coordinates)): one
+        for one in samples
+    }
+
+
+def _check_rows(
+    reference: WholeRun,
+    other: WholeRun,
+    anchor: Aspect,
+    ours: Mapping[Sample, Occasion],
+    theirs: Mapping[Sample, Occasion],
+) -> None:
+    if len({one.coordinates for one in ours}) == len({one.coordinates for one in theirs}):
+        return
+    for run, cut, samples in ((reference, anchor.reference, ours), (other, anchor.other, theirs)):
+        at = next(iter(samples.values()))
+        shape = cut.values(run, [at]).shape
+        if len(shape) >= 3 and 1 not in shape[:2]:
+            raise ConfigError(
+                f"--samples interleaved: a micro-batch of {run.source} has several rows ({list(shape)}), and the runs "
+                "have other numbers of data parallel ranks, so a micro-batch of one has rows of several of the other; "
+                "use micro-batches of one row"
+            )

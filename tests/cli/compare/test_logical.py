@@ -1,0 +1,143 @@
+"""`capd compare A B --logical`: what it prints of two small runs, its exit codes, and the options that it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from capd_client.protocol.key import Moment
+from tests.kit.paths import REPOSITORY
+from tests.kit.store.cli import Result, StoreWriter
+from tests.kit.store.parts import linear, placed
+
+Capd = Callable[..., Result]
+DRAW = np.random.default_rng(5)
+X, W = (DRAW.standard_normal((4, 4)).astype(np.float32) for _ in range(2))
+OUTPUT = "layers.0.fc1.forward.output"
+
+
+def write(root: Path, ranks: int, by: float = 1.0, **told: float) -> Path:
+    """One linear whose output is wrong by a factor; its weight and output are split over the ranks."""
+    writer = StoreWriter(root, "node0")
+    for rank in range(ranks):
+        rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        output = np.float32(by) * (X @ W.T)
+        for order, (tensor, placement, values) in enumerate(
+            (("input", "R", X), ("weight", "S(0)", W[rows]), ("output", "S(-1)", output[:, rows]))
+        ):
+            attributes = {**placed("tp", placement, rank, ranks, batch_dims=[]), **told}
+            moment = Moment(iteration=0, micro_batch=0, time_ns=1 + order)
+            writer.put("run", linear(tensor, rank=rank), values, "float32", moment, attributes=attributes)
+    return writer.close() / "run.zarr"
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    return write(tmp_path / "one", 1)
+
+
+def test_a_sound_layout_ends_with_0(capd: Capd, one: Path, tmp_path: Path) -> None:
+    done = capd("compare", one, write(tmp_path / "tp2", 2), "--logical")
+    assert (done.code, done.err) == (0, "")
+    assert (
+        "3 tensors, 3 comparisons: 0 beyond the limit, 3 bit-equal; 1 micro-batch paired by content"
+        in done.out
+    )
+    assert "limits are a guess, 4 · eps · √depth; --noise measures them" in done.out
+    assert "first divergence" not in done.out
+
+
+def test_a_factor_is_named_with_the_size_that_it_equals_and_ends_with_1(
+    capd: Capd, one: Path, tmp_path: Path
+) -> None:
+    other = write(tmp_path / "tp2", 2, by=2.0)
+    noise = write(tmp_path / "noise", 1, by=1 + 1e-6)
+    done = capd("compare", one, other, "--logical", "--noise", noise)
+    assert done.code == 1
+    lines = done.out.splitlines()
+    assert lines[1].startswith(OUTPUT)
+    assert "× 2.000 (residual 0 eps): equals tp_size" in lines[1]
+    assert f"first divergence: iteration 0, micro-batch 0: {OUTPUT}, whose captured inputs agree" in done.out
+    assert "limits: 4 times the largest error of 1 noise run, at least 2 eps" in done.out
+
+    forgiven = capd("compare", one, other, "--logical", "--noise", noise, "--up-to-scale")
+    assert forgiven.code == 0
+    wide = capd("compare", one, write(tmp_path / "near", 2, by=1 + 1e-5), "--logical", "--noise", noise)
+    lenient = capd("compare", one, tmp_path / "near", "--logical", "--noise", noise, "--limit", "20x")
+    assert (wide.code, lenient.code) == (1, 0)
+
+
+def test_the_document_has_the_fields_that_json_md_lists(capd: Capd, one: Path, tmp_path: Path) -> None:
+    done = capd(
+        "compare", one, write(tmp_path / "tp2", 2, by=2.0), "--logical", "--json", "--first-divergence"
+    )
+    found, told = done.json, (REPOSITORY / "docs" / "json.md").read_text("utf-8")
+    told = told.partition("### Two layouts")[2].partition("\n## ")[0]
+    assert done.code == 1
+    assert found["complete"] is False
+    assert found["first_divergence"]["tensor"] == OUTPUT
+    assert (found["first_divergence"]["factor"], found["first_divergence"]["equals"]) == (2.0, ["tp_size"])
+    fields = {*found, *found["tensors"][0], *found["first_divergence"], *found["samples"], *found["other"]}
+    assert [field for field in sorted(fields) if f"`{field}`" not in told] == []
+
+
+def test_csv_has_a_row_for_each_tensor(capd: Capd, one: Path, tmp_path: Path) -> None:
+    done = capd("compare", one, write(tmp_path / "tp2", 2), "--logical", "--csv")
+    found = list(csv.DictReader(io.StringIO(done.out)))
+    assert {row["tensor"].rpartition(".")[2] for row in found} == {"input", "weight", "output"}
+    assert {row["error"] for row in found} == {"0.0"}
+
+
+def test_dropout_is_said(capd: Capd, one: Path, tmp_path: Path) -> None:
+    done = capd("compare", one, write(tmp_path / "tp2", 2, dropout=0.1), "--logical")
+    assert "the job has dropout, which ranks draw differently in each layout" in done.err
+
+
+def test_names_of_another_framework_come_from_a_file(capd: Capd, one: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text('[[module]]\nleft = "layers.*.fc1"\nright = "layers.*.fc1"\n', "utf-8")
+    other = write(tmp_path / "tp2", 2)
+    assert capd("compare", one, other, "--logical", "--map", tmp_path / "map.toml").code == 0
+    (tmp_path / "map.toml").write_text('[[module]]\nleft = "layers.*.fc1"\nright = "fc1"\n', "utf-8")
+    refused = capd("compare", one, other, "--logical", "--map", tmp_path / "map.toml")
+    assert refused.code == 2
+    assert "line 3: 'fc1' has 0 wildcards" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--limit", "-1x", "--logical"), "--limit '-1x': write a number of estimates above 0"),
+        (("--limit", "nan", "--logical"), "--limit 'nan'"),
+        (("--map", "nope", "--logical"), "give one of megatron-hf, megatron-torchtitan, or a TOML file"),
+        (
+            ("--tolerance", "1", "--logical"),
+            "--tolerance means nothing for a comparison of whole tensors (--logical)",
+        ),
+        (("--by", "layer", "--logical"), "--by means nothing"),
+        (
+            ("--limit", "4x"),
+            "--limit means nothing for a comparison of anything but whole tensors (--logical)",
+        ),
+        (("--samples", "random", "--logical"), "'random': use one of content, megatron, interleaved"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    capd: Capd, one: Path, tmp_path: Path, options: tuple[str, ...], told: str
+) -> None:
+    done = capd("compare", one, write(tmp_path / "tp2", 2), *options)
+    assert done.code == 2
+    assert told in " ".join(done.err.split())
+
+
+def test_one_run_and_a_missing_rank_are_refused(capd: Capd, one: Path, tmp_path: Path) -> None:
+    assert "--logical compares two runs" in capd("compare", one, "--logical").err
+    other = write(tmp_path / "tp2", 2)
+    assert capd("rm", other, "--series", "*rank1*weight*", "--yes").code == 0
+    done = capd("compare", one, other, "--logical")
+    assert done.code == 2
+    assert "parts are missing: tp 1 (rank 1" in done.err

@@ -1,0 +1,159 @@
+"""`capd compare --logical` on Megatron in many layouts: sound ones are within the limits, bugs are found and named."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.jobs.layouts import Layout, run_layout
+from tests.kit.store.cli import run_capd
+from tests.kit.tiers import rows
+
+pytestmark = pytest.mark.timeout(400)
+
+DENSE = Layout(layers=3, groups=2, rows=1)
+MOE = Layout(layers=2, groups=2, rows=1, experts=4)
+BIASED = Layout(layers=3, groups=2, rows=1, config={"add_bias_linear": True})
+TWO_STEPS = replace(DENSE, steps=2)
+EPS = "1.2e-7"
+
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "tp2": (DENSE, {"tp": 2, "ranks": 2}),
+    "tp2sp": (DENSE, {"tp": 2, "sp": True, "ranks": 2}),
+    "tp4groups": (DENSE, {"tp": 4, "ranks": 4}),
+    "pp2vpp2": (replace(DENSE, layers=4), {"pp": 2, "vpp": 2, "ranks": 2}),
+    "cp2": (DENSE, {"cp": 2, "ranks": 2}),
+    "dp2": (DENSE, {"ranks": 2}),
+    "ep2": (MOE, {"ep": 2, "ranks": 2}),
+    "tp2sp, two steps": (TWO_STEPS, {"tp": 2, "sp": True, "ranks": 2}),
+    "tp2 with biases": (BIASED, {"tp": 2, "ranks": 2}),
+}
+FC2, QKV = "mlp.linear_fc2", "self_attention.linear_qkv"
+# The bug, its layout, the first divergent tensor, the tensor before it, and the sizes that the factor equals.
+BUGS: dict[str, tuple[Layout, dict[str, Any], str, str | None, list[str]]] = {
+    "norm_gradient_not_reduced": (
+        TWO_STEPS, {"tp": 2, "sp": True, "ranks": 2}, f"decoder.layers.1.{QKV}.forward.input",
+        f"decoder.layers.0.{FC2}.forward.output", [],
+    ),
+    "bias_twice": (
+        BIASED, {"tp": 2, "ranks": 2}, f"decoder.layers.2.{QKV}.forward.input",
+        f"decoder.layers.1.{FC2}.forward.output", [],
+    ),
+    "gate_and_up_swapped": (
+        DENSE, {"tp": 2, "ranks": 2}, "decoder.layers.1.mlp.linear_fc1.forward.weight",
+        "decoder.layers.1.self_attention.linear_proj.forward.output", [],
+    ),
+    "contiguous_data": (DENSE, {"cp": 2, "ranks": 2}, f"decoder.layers.0.{QKV}.forward.input", None, []),
+    "keys_of_another_group": (
+        DENSE, {"tp": 4, "ranks": 4}, "decoder.layers.1.self_attention.core_attention.forward.key",
+        f"decoder.layers.1.{QKV}.forward.output", [],
+    ),
+    "loss_over_cp_twice": (
+        DENSE, {"cp": 2, "ranks": 2}, "output_layer.backward.grad_output", "output_layer.forward.output",
+        ["1/cp_size"],
+    ),
+    "loss_over_micro_batches_twice": (
+        DENSE, {"tp": 2, "ranks": 2}, "output_layer.backward.grad_output", "output_layer.forward.output",
+        ["1/micro_batches"],
+    ),
+    "output_not_reduced": (
+        DENSE, {"tp": 2, "ranks": 2}, f"decoder.layers.2.{QKV}.forward.input",
+        f"decoder.layers.1.{FC2}.forward.output", [],
+    ),
+}  # fmt: skip
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Gives the run of a layout, perturbed or not, which is trained when the first test asks for it."""
+    known: dict[tuple[str, str], Path] = {}
+    with tempfile.TemporaryDirectory(prefix="capd-compared-") as name:
+
+        def trained(layout: Layout, perturb: str = "") -> Path:
+            place = (layout.json(), perturb)
+            if place not in known:
+                settings = {"CAPD_PERTURB": perturb} if perturb else {}
+                known[place] = run_layout(layout, Path(name), f"run{len(known)}", **settings)
+            return known[place]
+
+        yield trained
+
+
+def compared(run: Run, reference: Layout, other: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the document of a comparison with a noise run."""
+    noise = run(reference, EPS)
+    done = run_capd("compare", run(reference), other, "--logical", "--noise", noise, "--json", *options)
+    assert done.code in (0, 1), done.err
+    return done.code, done.json
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ("tp2sp",)))
+def test_every_whole_tensor_of_a_sound_layout_is_within_its_limit(run: Run, name: str) -> None:
+    reference, sizes = LAYOUTS[name]
+    layout = replace(reference, **sizes)
+    code, found = compared(run, reference, run(layout))
+
+    assert (code, found["beyond"], found["first_divergence"]) == (0, 0, None), found["tensors"][:3]
+    # From the second step on, embeddings differ by rounding.
+    assert found["samples"]["rule"] == ("content" if layout.steps == 1 else "nearest")
+    assert (found["samples"]["pairs"], found["samples"]["unpaired"]) == (4 * layout.steps, 0)
+    assert found["only_reference"] == found["only_other"] == []
+    assert found["left_out"] == {}
+    assert found["compared"] > 200
+    assert found["gradient_scale"] == layout.dp
+    if layout.pp == layout.ranks:
+        assert found["bit_equal"] == found["compared"]
+    if layout.experts:
+        assert (found["rerouted_tokens"], found["routed_tokens"]) == (0, 64)
+        assert any(".experts.3." in row["tensor"] for row in found["tensors"])
+
+
+@pytest.mark.parametrize("name", rows(BUGS, ("loss_over_cp_twice", "output_not_reduced")))
+def test_a_bug_is_named_by_its_place_and_its_factor(run: Run, name: str) -> None:
+    reference, sizes, tensor, after, equals = BUGS[name]
+    layout = replace(reference, **sizes, plugin=f"tests.kit.models.layout_bugs:{name}")
+    code, found = compared(run, reference, run(layout))
+
+    first = found["first_divergence"]
+    assert code == 1
+    assert (first["tensor"], first["after"]) == (tensor, after), first
+    assert first["inputs_agree"]
+    assert first["equals"] == equals
+    if equals:
+        assert first["residual"] < 1e-6
+    # Long before it, all agrees; the layers after it do not.
+    assert first["iteration"] == layout.steps - 1
+    assert first["times_limit"] > 10
+
+
+def test_a_factor_is_forgiven_up_to_scale(run: Run) -> None:
+    """The text tells the factor, and gradients that are wrong by it alone are within their limits."""
+    reference, sizes, *_ = BUGS["loss_over_cp_twice"]
+    other = run(replace(reference, **sizes, plugin="tests.kit.models.layout_bugs:loss_over_cp_twice"))
+    told = run_capd(
+        "compare", run(reference), other, "--logical", "--noise", run(reference, EPS), "--first-divergence"
+    )
+    assert told.code == 1
+    assert "first divergence: iteration 0, micro-batch 0: output_layer.backward.grad_output" in told.out
+    assert "× 0.500 (residual 0" in told.out
+    assert "equals 1/cp_size" in told.out
+    assert compared(run, reference, other, "--up-to-scale")[0] == 0
+
+
+def test_missing_parts_are_an_error_that_names_their_rank(run: Run, tmp_path: Path) -> None:
+    reference, sizes = LAYOUTS["tp2sp"]
+    place = tmp_path / "copy.zarr"
+    shutil.copytree(run(replace(reference, **sizes)), place)
+    removed = run_capd("rm", place, "--series", "*rank1*linear_fc2*", "--yes")
+    assert removed.code == 0, removed.err
+    done = run_capd("compare", run(reference), place, "--logical", "--noise", run(reference, EPS))
+    assert done.code == 2
+    assert "1 of 2 parts are missing: tp 1 (rank 1 on node " in done.err
