@@ -12,6 +12,7 @@ from capd.products.captured.calls import CapturedTensor, ProductCall
 from capd.replay.recipes import ReplayRecipe
 from capd_client.config.recipe import NONE, Recipe
 from capd_client.emulation.words import Words, words_of
+from capd_client.recipes.find import is_recipe_file
 
 __all__ = ["NAMES", "OPERANDS", "TITLES", "parts_of", "precision_of_product", "reason_of", "recipe_of"]
 
@@ -150,14 +151,18 @@ def recipe_of(calls: Iterable[ProductCall], product: str) -> ReplayRecipe | str 
             continue
         if any(one.is_whole for one in call.tensors.values()):
             return "emulated products of several ranks; check one rank (--rank)"
+        # A label of a record is no name of a file to read.
+        if is_recipe_file(call.emulation):
+            return "the recipe of the emulation is not known to this capd"
         if ReplayRecipe("none", Words()).is_of(call):
             continue
         try:
-            # A label is no name of a file to read.
             words = words_of(Recipe.of(call.emulation).linear)
         except ConfigError:
             return "the recipe of the emulation is not known to this capd"
         recipe = ReplayRecipe("emulation", words or Words())
+        if recipe.words.mask and product != "y":
+            return "the emulation masks the gradient after the product"
         if call.is_grouped:
             return "emulated products of several experts"
         return "the emulation rounded at random" if recipe.is_random(product) else recipe

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from capd.store.read.store import open_store
 from capd_client.protocol.key import Moment
 from tests.kit.store.cli import Result, StoreWriter, bf16_bits, linear_key
+from tests.kit.store.damaging import flip
 from tests.kit.store.parts import linear, placed, put_parts
 
 Capd = Callable[..., Result]
@@ -129,3 +131,13 @@ def test_shapes_that_do_not_multiply_are_counted(capd: Capd, tmp_path: Path) -> 
 )
 def test_bad_options_are_refused(capd: Capd, tmp_path: Path, args: tuple[str, ...]) -> None:
     assert capd("check", put(tmp_path, tensors()), *args).code == 2
+
+
+def test_a_damaged_record_is_named_and_the_rest_is_checked(capd: Capd, tmp_path: Path) -> None:
+    run = put(tmp_path, tensors())
+    [series] = [one for one in open_store(run).series if one.key.tensor_name == "grad_input"]
+    files = [path for path in (run / series.path).rglob("*") if path.is_file()]
+    flip(max(files, key=lambda path: path.stat().st_size), 1000)
+    found = capd("check", run)
+    assert (found.code, "skipped" in found.err) == (4, True)
+    assert "2 products of 1 call checked" in found.out
