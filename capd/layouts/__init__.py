@@ -1,1 +1,1 @@
-"""Compares whole tensors of two runs whose layouts differ, with limits from rounding."""
+"""The comparison of whole tensors of two runs whose layouts differ, with limits from rounding."""

@@ -13,19 +13,19 @@ import numpy as np
 from capd.layouts.experts import joined_rows, matched_rows, rerouted_tokens
 from capd.layouts.factor import Fit, explanations, fit
 from capd.layouts.limits import Limits, roundoff
-from capd.layouts.samples import Sample, SamplePairs, sample_of
+from capd.layouts.samples import SamplePairs, SamplePlace, sample_of
 from capd.layouts.views import Aspect, Aspects, Values, heads_of
 from capd.layouts.vocabulary import common_words
 from capd.layouts.whole_run import Occasion, WholeRun
 
-__all__ = ["RESULTS", "Comparison", "Judgement", "Task", "judge", "tasks_of"]
+__all__ = ["RESULTS", "Comparison", "Judgement", "Pairing", "judge", "tasks_of"]
 
 _CLOSE = 1e-3
 RESULTS = ("output", "grad_input", "grad_weight", "grad_bias", "grad_query", "grad_key", "grad_value")
 """The tensors that a product computes."""
 
 
-class Task(NamedTuple):
+class Pairing(NamedTuple):
     """One comparison at one moment: the occasions of both runs, which are added up if there are several."""
 
     aspect: Aspect
@@ -107,13 +107,13 @@ class Comparison:
         return [one for one in self.judgements if one.is_beyond]
 
 
-def tasks_of(comparison: Comparison) -> list[Task]:
+def tasks_of(comparison: Comparison) -> list[Pairing]:
     """Return all comparisons in order of execution in the reference, and count what is left out.
 
     The order is that of iterations, then micro-batches, forward before backward, then the time at which the first
     tensor of a product was captured, operands before results. A weight may be captured after the output.
     """
-    found: list[Task] = []
+    found: list[Pairing] = []
     for aspect in comparison.aspects.found:
         found += _of_aspect(comparison, aspect)
     begun: dict[tuple[str, str, Occasion], int] = {}
@@ -121,7 +121,7 @@ def tasks_of(comparison: Comparison) -> list[Task]:
         product, time = _product(task), comparison.reference.time(task.aspect.name, task.at)
         begun[product] = min(time, begun.get(product, time))
 
-    def order(task: Task) -> tuple[int, int, tuple[tuple[str, int], ...], bool, int, bool, int]:
+    def order(task: Pairing) -> tuple[int, int, tuple[tuple[str, int], ...], bool, int, bool, int]:
         at, name = task.at, task.aspect.name
         return (
             at.iteration, at.micro_batch, at.coordinates, name.operation != "forward", begun[_product(task)],
@@ -131,17 +131,17 @@ def tasks_of(comparison: Comparison) -> list[Task]:
     return sorted(found, key=order)
 
 
-def _product(task: Task) -> tuple[str, str, Occasion]:
+def _product(task: Pairing) -> tuple[str, str, Occasion]:
     return task.aspect.name.module, task.aspect.name.operation, task.at
 
 
-def _of_aspect(comparison: Comparison, aspect: Aspect) -> Iterator[Task]:
+def _of_aspect(comparison: Comparison, aspect: Aspect) -> Iterator[Pairing]:
     ours = comparison.reference.occasions(aspect.reference.names[0])
     theirs = comparison.other.occasions(aspect.other.names[0])
     if aspect.name.is_parameter:
         yield from _of_parameter(aspect, ours, theirs)
         return
-    by_sample: dict[tuple[Sample, int], Occasion] = {(sample_of(at), at.call): at for at in theirs}
+    by_sample: dict[tuple[SamplePlace, int], Occasion] = {(sample_of(at), at.call): at for at in theirs}
     pairs = comparison.samples.pairs
     if aspect.name.is_of_expert:
         yield from _of_expert(comparison, aspect, ours, theirs)
@@ -152,10 +152,10 @@ def _of_aspect(comparison: Comparison, aspect: Aspect) -> Iterator[Task]:
         if match is None:
             comparison.left_out["tensors of samples that only one run has"] += 1
         else:
-            yield Task(aspect, (at,), (match,))
+            yield Pairing(aspect, (at,), (match,))
 
 
-def _of_parameter(aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occasion]) -> Iterator[Task]:
+def _of_parameter(aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occasion]) -> Iterator[Pairing]:
     """Pair the captures of a parameter by iteration: it does not depend on samples."""
     there: dict[int, Occasion] = {}
     for at in sorted(theirs):
@@ -164,14 +164,14 @@ def _of_parameter(aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occ
     for at in sorted(ours):
         if at.iteration in there and at.iteration not in seen:
             seen.add(at.iteration)
-            yield Task(aspect, (at,), (there[at.iteration],))
+            yield Pairing(aspect, (at,), (there[at.iteration],))
 
 
 def _of_expert(
     comparison: Comparison, aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occasion]
-) -> Iterator[Task]:
+) -> Iterator[Pairing]:
     """Pair the captures of an expert: all data parallel ranks' tokens of a micro-batch are one tensor with `ep`."""
-    back: dict[tuple[int, int], list[Sample]] = {}
+    back: dict[tuple[int, int], list[SamplePlace]] = {}
     for sample, there in comparison.samples.pairs.items():
         back.setdefault((there.iteration, there.micro_batch), []).append(sample)
     for at in theirs:
@@ -181,12 +181,12 @@ def _of_expert(
         held = tuple(one for one in wanted if one in ours)
         whole = all(not one.coordinates for one in samples) and not at.coordinates
         if whole and held:
-            yield Task(aspect, held, (at,))
+            yield Pairing(aspect, held, (at,))
         else:
             comparison.left_out["rows of experts whose ranks hold other samples"] += 1
 
 
-def judge(comparison: Comparison, tasks: Sequence[Task]) -> Iterator[Judgement]:
+def judge(comparison: Comparison, tasks: Sequence[Pairing]) -> Iterator[Judgement]:
     """Compare everything, in order of execution; each judgement is also kept. `tasks`: as `tasks_of` returns them.
 
     Raises:
@@ -205,7 +205,7 @@ def judge(comparison: Comparison, tasks: Sequence[Task]) -> Iterator[Judgement]:
             yield one
 
 
-def _read(comparison: Comparison, task: Task, scale: float = 1.0) -> tuple[Values, Values] | None:
+def _read(comparison: Comparison, task: Pairing, scale: float = 1.0) -> tuple[Values, Values] | None:
     """Return the tensors of the reference and of the other run; None if rows of an expert cannot be paired.
 
     Gradients of the other run are divided by `scale`.
@@ -225,7 +225,7 @@ def _read(comparison: Comparison, task: Task, scale: float = 1.0) -> tuple[Value
     return None if rows is None else (truth, rows)
 
 
-def _judged(comparison: Comparison, task: Task, scale: float) -> Judgement | None:
+def _judged(comparison: Comparison, task: Pairing, scale: float) -> Judgement | None:
     read, name = _read(comparison, task, scale), task.aspect.name
     if read is None:
         comparison.left_out["rows of experts that got other tokens"] += 1
@@ -264,7 +264,7 @@ def _equals(comparison: Comparison, fitted: Fit, limit: float) -> list[str]:
     return explanations(fitted.factor, comparison.sizes)
 
 
-def _gradient_scale(comparison: Comparison, task: Task) -> float:
+def _gradient_scale(comparison: Comparison, task: Pairing) -> float:
     """Return the factor that gradients have by right: Megatron divides the loss by the micro-batches of a rank.
 
     With more data parallel ranks, a rank has fewer micro-batches, so each gradient is larger by as much until the
@@ -281,7 +281,7 @@ def _gradient_scale(comparison: Comparison, task: Task) -> float:
     return expected if factor is not None and abs(factor / expected - 1) < _CLOSE else 1.0
 
 
-def _count_rerouted(comparison: Comparison, tasks: Sequence[Task]) -> None:
+def _count_rerouted(comparison: Comparison, tasks: Sequence[Pairing]) -> None:
     """Count the tokens whose experts are others, by the logits of the routers."""
     rows: Counter[tuple[str, Occasion]] = Counter()
     for name in comparison.reference.names:

@@ -13,7 +13,7 @@ from capd.layouts.factor import relative_error
 from capd.layouts.views import Aspect, Values
 from capd.layouts.whole_run import Coordinates, Occasion, WholeRun
 
-__all__ = ["RULES", "Sample", "SamplePairs", "paired_samples"]
+__all__ = ["RULES", "SamplePairs", "SamplePlace", "paired_samples"]
 
 RULES = ("content", "megatron", "interleaved")
 """The rules of `--samples`."""
@@ -22,7 +22,7 @@ RULES = ("content", "megatron", "interleaved")
 _SAME = 0.5
 
 
-class Sample(NamedTuple):
+class SamplePlace(NamedTuple):
     """The samples of one micro-batch on one data parallel rank."""
 
     iteration: int
@@ -41,16 +41,16 @@ class SamplePairs(NamedTuple):
         note: Why the rule is not the one that was asked for, "" if it is.
     """
 
-    pairs: Mapping[Sample, Sample]
+    pairs: Mapping[SamplePlace, SamplePlace]
     rule: str
     anchor: str
     unpaired: int
     note: str = ""
 
 
-def sample_of(at: Occasion) -> Sample:
+def sample_of(at: Occasion) -> SamplePlace:
     """Return the sample of an occasion."""
-    return Sample(at.iteration, at.micro_batch, at.coordinates)
+    return SamplePlace(at.iteration, at.micro_batch, at.coordinates)
 
 
 def paired_samples(
@@ -103,9 +103,9 @@ def _anchor(reference: WholeRun, aspects: Sequence[Aspect]) -> Aspect:
     return min(inputs, key=first)
 
 
-def _samples(run: WholeRun, anchor: Aspect, *, of_reference: bool) -> dict[Sample, Occasion]:
+def _samples(run: WholeRun, anchor: Aspect, *, of_reference: bool) -> dict[SamplePlace, Occasion]:
     cut = anchor.reference if of_reference else anchor.other
-    found: dict[Sample, Occasion] = {}
+    found: dict[SamplePlace, Occasion] = {}
     for at in sorted(run.occasions(cut.names[0])):
         found.setdefault(sample_of(at), at)
     return found
@@ -115,13 +115,13 @@ def _by_content(
     reference: WholeRun,
     other: WholeRun,
     anchor: Aspect,
-    ours: Mapping[Sample, Occasion],
-    theirs: Mapping[Sample, Occasion],
+    ours: Mapping[SamplePlace, Occasion],
+    theirs: Mapping[SamplePlace, Occasion],
 ) -> SamplePairs:
     left = {sample: anchor.reference.values(reference, [at]) for sample, at in ours.items()}
     right = {sample: anchor.other.values(other, [at]) for sample, at in theirs.items()}
-    pairs: dict[Sample, Sample] = {}
-    by_digest: dict[tuple[int, bytes], list[Sample]] = {}
+    pairs: dict[SamplePlace, SamplePlace] = {}
+    by_digest: dict[tuple[int, bytes], list[SamplePlace]] = {}
     for sample, values in right.items():
         by_digest.setdefault((sample.iteration, _digest(values)), []).append(sample)
     for sample, values in left.items():
@@ -139,8 +139,8 @@ def _by_content(
 
 
 def _nearest(
-    values: Values, sample: Sample, others: Mapping[Sample, Values], free: Sequence[Sample]
-) -> Sample | None:
+    values: Values, sample: SamplePlace, others: Mapping[SamplePlace, Values], free: Sequence[SamplePlace]
+) -> SamplePlace | None:
     distances = [
         (relative_error(others[one], values), one)
         for one in free
@@ -156,13 +156,15 @@ def _digest(values: Values) -> bytes:
     return hashlib.sha256(repr(values.shape).encode() + plain.tobytes()).digest()
 
 
-def _by_formula(ours: Mapping[Sample, Occasion], theirs: Mapping[Sample, Occasion], rule: str) -> SamplePairs:
+def _by_formula(
+    ours: Mapping[SamplePlace, Occasion], theirs: Mapping[SamplePlace, Occasion], rule: str
+) -> SamplePairs:
     left, right = _numbered(ours), _numbered(theirs)
     pairs = {sample: right[at] for at, sample in left.items() if at in right}
     return SamplePairs(pairs, rule, "", len(left) + len(right) - 2 * len(pairs))
 
 
-def _numbered(samples: Mapping[Sample, Occasion]) -> dict[tuple[int, int], Sample]:
+def _numbered(samples: Mapping[SamplePlace, Occasion]) -> dict[tuple[int, int], SamplePlace]:
     ranks = sorted({sample.coordinates for sample in samples})
     return {
         (one.iteration, max(one.micro_batch, 0) * len(ranks) + ranks.index(one.coordinates)): one
@@ -174,8 +176,8 @@ def _check_rows(
     reference: WholeRun,
     other: WholeRun,
     anchor: Aspect,
-    ours: Mapping[Sample, Occasion],
-    theirs: Mapping[Sample, Occasion],
+    ours: Mapping[SamplePlace, Occasion],
+    theirs: Mapping[SamplePlace, Occasion],
 ) -> None:
     if len({one.coordinates for one in ours}) == len({one.coordinates for one in theirs}):
         return

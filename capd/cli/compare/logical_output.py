@@ -51,7 +51,10 @@ def print_comparison(
     if not request.print(document, _CSV, [[row[name] for name in _CSV] for row in rows]):
         if whole:
             _print_rows(rows[:_SHOWN], wide=request.wide)
-            print_lines([""])
+            more = len(rows) - _SHOWN
+            print_lines(
+                [f"… and {human_count(more)} more; --csv and --json have all", ""] if more > 0 else [""]
+            )
         print_lines(prose(_summary(document, len(rows)), 2, wide=request.wide))
     _say(comparison, document)
 
