@@ -34,7 +34,7 @@ def tensors_of(size: int) -> dict[str, torch.Tensor]:
 
 
 def checked(tensors: dict[str, torch.Tensor]) -> None:
-    from capd.check.judging import Limits, judged
+    from capd.check.judging import ProductLimits, judged
     from capd.check.precision import precision_of
     from capd.check.residual import Product
 
@@ -42,7 +42,9 @@ def checked(tensors: dict[str, torch.Tensor]) -> None:
     assert precision is not None
     x, w, g = (tensors[name] for name in "xwg")
     for name, (a, b) in {"y": (x, w.t()), "dx": (g, w), "dw": (g.t(), x)}.items():
-        found = judged(Product(a, b, tensors[name], torch.float32, torch.bfloat16), precision, Limits())
+        found = judged(
+            Product(a, b, tensors[name], torch.float32, torch.bfloat16), precision, ProductLimits()
+        )
         assert not found.is_beyond, (name, found)
 
 

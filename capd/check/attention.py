@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from capd.check.judging import Judgement, Limits, judged_sums
+from capd.check.judging import ProductJudgement, ProductLimits, judged_sums
 from capd.check.precision import Precision, precision_of
 from capd.check.residual import RowSums
 from capd.products.captured.calls import CapturedTensor, ProductCall
@@ -48,7 +48,7 @@ def attention_reason(call: ProductCall) -> str | None:
     return None
 
 
-def judged_attention(call: ProductCall, limits: Limits) -> Judgement | str:
+def judged_attention(call: ProductCall, limits: ProductLimits) -> ProductJudgement | str:
     """Judge the output of a call of attention, or return why it cannot be compared.
 
     Raises:

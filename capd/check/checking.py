@@ -22,7 +22,7 @@ from capd.check.comparable import (
     reason_of,
     recipe_of,
 )
-from capd.check.judging import Judgement, Limits, judged
+from capd.check.judging import ProductJudgement, ProductLimits, judged
 from capd.check.precision import Precision
 from capd.check.residual import Product
 from capd.io.items import UNREADABLE, Skipped, skipped
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     call: ProductCall
     product: str
     suffix: str
-    judgement: Judgement
+    judgement: ProductJudgement
     leading: tuple[int, ...]
 
 
@@ -112,7 +112,9 @@ def _executed(one: Finding) -> tuple[float, ...]:
     return (*_order(one.call)[:3], not is_forward, layer if is_forward else -layer)
 
 
-def check_calls(units: Sequence[Unit], limits: Limits, threads: int) -> Iterator[tuple[Unit, CheckOutcome]]:
+def check_calls(
+    units: Sequence[Unit], limits: ProductLimits, threads: int
+) -> Iterator[tuple[Unit, CheckOutcome]]:
     """Check units in threads, ahead of the consumer, within 128 MiB or one unit. Yield them in order."""
     with worker_threads(threads, "check") as pool:
 
@@ -126,7 +128,7 @@ def check_calls(units: Sequence[Unit], limits: Limits, threads: int) -> Iterator
 
 
 @torch.no_grad()
-def checked_units(unit: Unit, limits: Limits) -> CheckOutcome:
+def checked_units(unit: Unit, limits: ProductLimits) -> CheckOutcome:
     """Check all products of the calls of a unit."""
     found = CheckOutcome()
     for call in unit:
@@ -146,7 +148,7 @@ def _calls_of_gradient(call: ProductCall, unit: Unit) -> list[ProductCall]:
     return [call] if len(own) > 1 else [one for one in unit if "x" in one.tensors or "g" in one.tensors]
 
 
-def _check(product: str, call: ProductCall, calls: Unit, limits: Limits, found: CheckOutcome) -> None:
+def _check(product: str, call: ProductCall, calls: Unit, limits: ProductLimits, found: CheckOutcome) -> None:
     title = TITLES[product]
     reason = reason_of(product, calls)
     recipe = recipe_of(calls, product) if reason is None else None
@@ -275,7 +277,7 @@ def _must_multiply(a: Tensor, b: Tensor, c: Tensor) -> None:
         raise ShapeMismatch
 
 
-def _check_attention(call: ProductCall, limits: Limits, found: CheckOutcome) -> None:
+def _check_attention(call: ProductCall, limits: ProductLimits, found: CheckOutcome) -> None:
     reason = attention_reason(call)
     if reason is None:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from capd.check.checking import Checked, Finding
 from capd.check.comparable import TITLES
 from capd.check.factors import FIT, factor_names
-from capd.check.judging import JudgedLines, Limits
+from capd.check.judging import JudgedLines, ProductLimits
 
 __all__ = ["MOST_BEYOND", "check_document"]
 
@@ -19,7 +19,7 @@ _PLACE = ("quant_type", "rank", "stack", "layer", "module", "iteration", "micro_
 
 
 def check_document(
-    source: str, checked: Checked, limits: Limits, fields: tuple[str, ...], *, is_whole: bool
+    source: str, checked: Checked, limits: ProductLimits, fields: tuple[str, ...], *, is_whole: bool
 ) -> dict[str, Any]:
     """Return the document of a check (docs/json.md). `fields`: what groups are made by."""
     groups: dict[tuple[Any, ...], list[Finding]] = {}

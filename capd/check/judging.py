@@ -12,7 +12,7 @@ from torch import Tensor
 from capd.check.precision import TF32, Precision
 from capd.check.residual import Product, RowSums, row_sums_of
 
-__all__ = ["JudgedLines", "Judgement", "Limits", "judged", "judged_sums"]
+__all__ = ["JudgedLines", "ProductJudgement", "ProductLimits", "judged", "judged_sums"]
 
 # Estimates are off by 12 % at most of their norm or so; from this share of a limit on, the product is computed in full.
 _SURE = 0.6
@@ -21,7 +21,7 @@ _LEAST_ROWS = 8
 _MOST_LINES = 8
 
 
-class Limits(NamedTuple):
+class ProductLimits(NamedTuple):
     """The largest sound errors, in units of the rounding error that a product may have (`Precision.error`).
 
     Attributes:
@@ -43,7 +43,7 @@ class JudgedLines(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ProductJudgement:
     """What was found of one product.
 
     Attributes:
@@ -67,8 +67,13 @@ class Judgement:
 
 
 def judged(
-    product: Product, precision: Precision, limits: Limits, *, parts: int = 1, may_have_bias: bool = False
-) -> Judgement:
+    product: Product,
+    precision: Precision,
+    limits: ProductLimits,
+    *,
+    parts: int = 1,
+    may_have_bias: bool = False,
+) -> ProductJudgement:
     """Judge a product.
 
     Args:
@@ -87,14 +92,14 @@ def judged(
     return found
 
 
-def _rank(found: Judgement) -> tuple[bool, float]:
+def _rank(found: ProductJudgement) -> tuple[bool, float]:
     return found.is_beyond, found.error
 
 
-def _judged(product: Product, precision: Precision, limits: Limits, parts: int) -> Judgement:
+def _judged(product: Product, precision: Precision, limits: ProductLimits, parts: int) -> ProductJudgement:
     sums = row_sums_of(product, in_full=False), row_sums_of(product.turned, in_full=False)
     terms = product.a.shape[1]
-    cautious = Limits(_SURE * limits.tensor, _SURE * limits.row)
+    cautious = ProductLimits(_SURE * limits.tensor, _SURE * limits.row)
     found = judged_sums(*sums, terms, precision, cautious, parts)
     if found.is_beyond:
         sums = row_sums_of(product, in_full=True), row_sums_of(product.turned, in_full=True)
@@ -106,8 +111,8 @@ def _judged(product: Product, precision: Precision, limits: Limits, parts: int) 
 
 
 def judged_sums(
-    rows: RowSums, columns: RowSums, terms: int, precision: Precision, limits: Limits, parts: int
-) -> Judgement:
+    rows: RowSums, columns: RowSums, terms: int, precision: Precision, limits: ProductLimits, parts: int
+) -> ProductJudgement:
     """Judge a product by the sums of its rows and columns. `terms`: the products of each of its sums."""
     unit = precision.error(terms, parts)
     whole = _errors(rows.d2.sum(), rows, unit, precision, len(columns.d2), total=True)
@@ -122,7 +127,7 @@ def judged_sums(
         scaled = rows._replace(y2=rows.y2 * alpha * alpha, s2=rows.s2 * alpha * alpha)
         rest = float(_errors(left, scaled, unit, precision, len(columns.d2), total=True))
     beyond = error > limits.tensor or of_rows.beyond > 0 or of_columns.beyond > 0
-    return Judgement(error, of_rows, of_columns, precision.name, alpha, rest, beyond)
+    return ProductJudgement(error, of_rows, of_columns, precision.name, alpha, rest, beyond)
 
 
 def _errors(

@@ -80,12 +80,12 @@ def check(
     """
     from capd.check.checking import Checked, check_calls
     from capd.check.document import check_document
-    from capd.check.judging import Limits
+    from capd.check.judging import ProductLimits
     from capd.server.heap import settled_heap
     from capd.strict_json import strict_json
 
     fields = _fields_of(by)
-    limits = Limits(_limit_of("--limit", limit), _limit_of("--row-limit", row_limit))
+    limits = ProductLimits(_limit_of("--limit", limit), _limit_of("--row-limit", row_limit))
     found = found_in(default_store() if store is None else store, source)
     if len(found.names) > 1:
         raise ConfigError("the calls of several runs cannot be told apart; check one run at a time")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from capd.check.document import check_document
-from capd.check.judging import Limits
+from capd.check.judging import ProductLimits
 from tests.integration.check.seeded_job import BUGS, STALE, TOKENS
 from tests.kit import forking
 from tests.kit.jobs.layouts import Layout, run_layout
@@ -23,7 +23,9 @@ PLUGIN = "tests.integration.check.seeded_bugs"
 
 
 def document_of(run: Path, *, is_whole: bool) -> dict[str, Any]:
-    return check_document(str(run), checked_run(run, by_rank=not is_whole), Limits(), (), is_whole=is_whole)
+    return check_document(
+        str(run), checked_run(run, by_rank=not is_whole), ProductLimits(), (), is_whole=is_whole
+    )
 
 
 @pytest.fixture(scope="module")

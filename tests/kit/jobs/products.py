@@ -9,7 +9,7 @@ import torch
 
 from capd.check.checking import Checked, check_calls, units_of
 from capd.check.document import check_document
-from capd.check.judging import Limits
+from capd.check.judging import ProductLimits
 from capd.io.items import items_of_runs
 from capd.products.captured.calls import ProductCalls
 from capd.store.read.store import open_store
@@ -31,7 +31,7 @@ def checked_run(run: Path, *, by_rank: bool = False) -> Checked:
     checked, threads = Checked(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for unit, outcome in check_calls(units_of(calls, 1.0), Limits(), 2):
+        for unit, outcome in check_calls(units_of(calls, 1.0), ProductLimits(), 2):
             checked.add(unit, outcome)
     finally:
         torch.set_num_threads(threads)
@@ -46,7 +46,7 @@ def assert_products_hold(run: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     for by_rank in (False, True):
         checked = checked_run(run, by_rank=by_rank)
-        document = check_document(str(run), checked, Limits(), (), is_whole=not by_rank)
+        document = check_document(str(run), checked, ProductLimits(), (), is_whole=not by_rank)
         assert not document["beyond"], document["first"][:3]
         assert not checked.skipped, checked.skipped[:3]
         found.update(one.product for one in checked.findings)

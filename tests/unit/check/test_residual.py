@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from capd.check.factors import factor_names
-from capd.check.judging import Judgement, Limits, judged
+from capd.check.judging import ProductJudgement, ProductLimits, judged
 from capd.check.precision import precision_of
 from capd.check.residual import Product, row_sums_of
 
@@ -23,10 +23,10 @@ def operands(rows: int = 300, terms: int = 256, columns: int = 400, seed: int = 
     return a, torch.randn(terms, columns, generator=generator).bfloat16()
 
 
-def judge(a: Tensor, b: Tensor, c: Tensor, **more: bool) -> Judgement:
+def judge(a: Tensor, b: Tensor, c: Tensor, **more: bool) -> ProductJudgement:
     assert BFLOAT16 is not None
     product = Product(a, b, c, torch.float32, torch.bfloat16)
-    return judged(product, BFLOAT16, Limits(), **more)
+    return judged(product, BFLOAT16, ProductLimits(), **more)
 
 
 def rounded(a: Tensor, b: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def test_float32_is_judged_by_its_own_eps_and_then_as_tf32() -> None:
     a, b = torch.randn(64, 512, generator=generator), torch.randn(512, 64, generator=generator)
     assert FLOAT32 is not None
 
-    def of(c: Tensor) -> Judgement:
-        return judged(Product(a, b, c, torch.float64, torch.float32), FLOAT32, Limits())
+    def of(c: Tensor) -> ProductJudgement:
+        return judged(Product(a, b, c, torch.float64, torch.float32), FLOAT32, ProductLimits())
 
     assert of(a @ b).precision == "float32"
     rough = a.half().float() @ b.half().float()
