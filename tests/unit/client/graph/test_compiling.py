@@ -176,7 +176,7 @@ def test_a_tensor_parallel_model_gives_its_local_shards(sink: MemorySink, tmp_pa
         assert sink.names()["grad_output"] == sink.names()["output"] == 4
         assert {type(c.value) for c in sink.captured} == {Tensor}
         inlet = {c.key.tensor_name: c.attributes for c in sink.captured if c.key.module == "inlet"}
-        place = {"mesh": ("mesh0",), "mesh0_rank": 0, "mesh0_size": 1, "emulation": "none"}
+        place = {"mesh": ("mesh0",), "mesh0_rank": 0, "mesh0_size": 1, "class": "Linear", "emulation": "none"}
         assert inlet["weight"] == {**place, "mesh0_placement": "S(0)"}
         assert inlet["input"] == {**place, "mesh0_placement": "R"}
         assert inlet["output"] == inlet["grad_output"] == {**place, "mesh0_placement": "S(1)"}

@@ -40,7 +40,7 @@ def test_attributes_are_those_of_the_product_and_of_the_tensor(model: nn.Module,
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(4, 3))
 
-    common = {"layout": "sbh", "emulation": "none"}
+    common = {"layout": "sbh", "class": "Linear", "emulation": "none"}
     cast = {**common, "cast_from": "float32"}
     assert {c.key.tensor_name: c.attributes for c in sink.captured} == {
         "input": cast, "weight": {**cast, "tp_placement": "S(0)"}, "output": common,

@@ -202,11 +202,11 @@ def test_autocast_operands_are_recorded_as_the_product_used_them(sink: MemorySin
     for tensor_name in ("input", "weight"):
         (capture,) = sink.of("fc1", tensor_name)
         assert capture.value.dtype is torch.bfloat16
-        assert capture.attributes == {"cast_from": "float32", "emulation": "none"}
+        assert capture.attributes == {"cast_from": "float32", "class": "Linear", "emulation": "none"}
         assert capture.key.quant_type == "bf16"
     assert torch.equal(sink.one("fc1", "input"), x.bfloat16())
     (second,) = sink.of("fc2", "input")  # already bf16: the product used it as it was
-    assert second.attributes == {"emulation": "none"}
+    assert second.attributes == {"class": "Linear", "emulation": "none"}
     y = F.linear(sink.one("fc1", "input"), sink.one("fc1", "weight"), model.fc1.bias.detach().bfloat16())
     assert torch.equal(sink.one("fc1", "output"), y)
     assert sink.one("fc1", "grad_output").dtype is torch.bfloat16

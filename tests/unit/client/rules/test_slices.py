@@ -275,6 +275,9 @@ def test_of_a_sharded_tensor_the_local_shard_is_cut(session: Session, peer: Peer
     class Mesh:
         mesh_dim_names, ndim, shape = ("dp",), 1, (4,)
 
+        def _get_root_mesh(self) -> Any:
+            return self
+
         def get_coordinate(self) -> list[int]:
             return [0]
 
