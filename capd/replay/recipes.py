@@ -149,6 +149,9 @@ class ReplayRecipe:
         label = call.emulation
         if label is None or label == NONE:
             return self.words == Words()
+        # A store's label never names a file to read.
+        if is_recipe_file(label):
+            return False
         try:
             recipe = Recipe.of(label)
         except ConfigError:

@@ -213,7 +213,10 @@ def _read(text: str) -> Any:
 
 def _of_word(text: str) -> Mapping[str, Any]:
     """Return the parts of a word: a recipe of linear layers alone, or a format of all products."""
-    if text in PRESETS or is_recipe_file(text):
+    if is_recipe_file(text):
+        # Only a text that is all of a recipe names a file: a store's labels are recipes, too, and name none.
+        return {"linear": recipe_of_file(text)}
+    if text in PRESETS:
         return {"linear": text}
     return dict.fromkeys(PARTS, text)
 
@@ -222,8 +225,8 @@ def _part_of(given: Mapping[str, Any], part: str) -> Union[QuantSpec, LinearReci
     own = given.get(part)
     if isinstance(own, str) and own in PRESETS:
         found = preset(own)
-    elif isinstance(own, str) and is_recipe_file(own):
-        found = recipe_of_file(own)
+    elif isinstance(own, LinearRecipe):
+        found = own
     elif isinstance(own, Mapping) and is_linear_recipe(own):
         found = parse_recipe(own)
     else:

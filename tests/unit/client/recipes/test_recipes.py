@@ -117,3 +117,11 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str | None, says: str) -> 
 def test_attention_takes_no_recipe_of_products() -> None:
     with pytest.raises(ConfigError, match="of linear alone"):
         Recipe.of({"qk": "nvfp4-te"})
+
+
+def test_a_recipe_within_a_recipe_names_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(FILE)
+
+    with pytest.raises(ConfigError, match="the format cannot be"):
+        Recipe.of(json.dumps({"linear": str(file)}))
