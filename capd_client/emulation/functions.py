@@ -126,15 +126,16 @@ def _importers(function: Function) -> Iterator[tuple[Any, str]]:
             "capd_client",
         ):
             for name, value in list(vars(module).items()):
-                if value is function or (hasattr(value, "__wrapped__") and _is_around(value, function)):
+                # By its type, since attributes of other objects may be computed: those of a lazy module import it.
+                if value is function or (type(value) is FunctionType and _is_around(value, function)):
                     yield module, name
 
 
-def _is_around(value: Any, function: Function) -> bool:
+def _is_around(value: Function, function: Function) -> bool:
     try:
         return inspect.unwrap(value) is function
     except Exception:
-        # An object of the job may compute its attributes.
+        # What a function of the job says to be around may be anything.
         return False
 
 

@@ -81,7 +81,6 @@ Object.assign(CHINESE, {
   "SQNR of sampled records": "抽样记录的 SQNR",
   "Had its values been put into the format after the fact. At most one record of 16 MiB is decoded each two seconds, by a process of its own.": "假设这些值事后被转换为该格式。由单独的进程每两秒最多解码一条不超过 16 MiB 的记录。",
   "sampled {0} of {1} records": "已抽样 {1} 条记录中的 {0} 条",
-  "SQNR in dB": "SQNR，单位 dB：数值",
   "newest record": "最新记录",
   "median": "中位数",
   "The job recorded no scalar. capd_client.scalar(\"loss\", value) records one.": "任务没有记录标量。capd_client.scalar(\"loss\", value) 可记录一个。",

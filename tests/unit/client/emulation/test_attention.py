@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,21 @@ def test_a_function_that_was_imported_before_is_found() -> None:
         assert not torch.equal(module(q, k, v), plain)
 
     assert imported is before
+
+
+def test_no_attribute_of_what_a_module_holds_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lazy module, as TensorBoard has some, would import what it stands for."""
+    asked: list[str] = []
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            asked.append(name)
+            raise ImportError(name)
+
+    monkeypatch.setitem(globals(), "lazy", Lazy("lazy"))
+    emulate(Attention(), BOTH)
+
+    assert asked == []
 
 
 def test_attention_outside_of_the_model_is_not_emulated() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -32,8 +33,9 @@ def listening(path: Path) -> socket.socket:
 
 def taken(sockets: list[socket.socket], **variables: str) -> subprocess.CompletedProcess[str]:
     """What a process finds that gets these sockets as 3, 4, …"""
-    moves = "; ".join(f"os.dup2({one.fileno() + 100}, {fd})" for fd, one in enumerate(sockets, 3))
-    high = [os.dup2(one.fileno(), one.fileno() + 100) for one in sockets]
+    # Above 3, 4, …, so that no move overwrites one that is still to be moved.
+    high = [fcntl.fcntl(one.fileno(), fcntl.F_DUPFD, 100) for one in sockets]
+    moves = "; ".join(f"os.dup2({passed}, {fd})" for fd, passed in enumerate(high, 3))
     try:
         return subprocess.run(
             [sys.executable, "-c", f"import os; {moves}\n{TAKE}"],
