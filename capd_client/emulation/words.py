@@ -37,7 +37,7 @@ class Words(NamedTuple):
     def is_by_products(self) -> bool:
         """Whether the words need more than a quantiser for each operand."""
         transforms = self.transform or self.dgrad_transform or self.wgrad_transform
-        return bool(transforms or self.requantised or self.gradient_of_weight != self.gradient)
+        return bool(transforms or self.requantised or self.mask or self.gradient_of_weight != self.gradient)
 
 
 def words_of(spec: Union[QuantSpec, LinearRecipe, None]) -> Optional[Words]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,9 @@ def recipe_of_file(path: str) -> LinearRecipe:
             f"{path}: a recipe's file needs Python 3.11 or newer; give the recipe as JSON"
         ) from None
     try:
+        # Opening a pipe would wait for its writer.
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise ConfigError(f"{path} is a pipe; write the recipe to a file")
         with Path(path).open("rb") as file:
             content = file.read(_MOST_NBYTES + 1)
         if len(content) > _MOST_NBYTES:
@@ -47,7 +52,8 @@ def recipe_of_file(path: str) -> LinearRecipe:
         found: Any = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    # A number of thousands of digits is a ValueError, too.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     table = found.get("recipe")
     if not isinstance(table, dict) or len(found) != 1:

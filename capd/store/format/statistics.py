@@ -112,11 +112,12 @@ def _kurtosis(row: StatsRow, mean: Optional[float]) -> Optional[float]:
     finite = row.count - row.nan - row.inf
     square, cube, fourth = row.sum_sq / finite, row.sum_cube / finite, row.sum_fourth / finite
     variance = square - mean * mean
-    if not math.isfinite(fourth) or variance <= _UNVARIED * square:
+    # The sums of a store may be any numbers.
+    if not all(map(math.isfinite, (mean, square, cube, fourth))) or variance <= _UNVARIED * square:
         return None
     central = fourth - 4 * mean * cube + 6 * mean * mean * square - 3 * mean * mean * mean * mean
-    # Cancellation can leave less than the least that any distribution has.
-    return max(1.0, central / (variance * variance))
+    # The square of a variance below 1e-162 is 0. Cancellation can leave less than the least of any distribution.
+    return max(1.0, central / squared) if (squared := variance * variance) else None
 
 
 def _crest(row: StatsRow) -> Optional[float]:
@@ -137,6 +138,7 @@ def _pick(
 
 def merge(a: StatsRow, b: StatsRow) -> StatsRow:
     """Return the statistics of the union of two sets of elements."""
+    higher = _higher_sums(a, b)
     bins = dict(zip(a.exponents[::2], a.exponents[1::2], strict=True))
     for exponent, count in zip(b.exponents[::2], b.exponents[1::2], strict=True):
         bins[exponent] = bins.get(exponent, 0) + count
@@ -151,9 +153,21 @@ def merge(a: StatsRow, b: StatsRow) -> StatsRow:
         a.sum + b.sum,
         a.sum_sq + b.sum_sq,
         [number for pair in sorted(bins.items()) for number in pair],
-        a.sum_cube + b.sum_cube,
-        a.sum_fourth + b.sum_fourth,
+        *higher,
     )
+
+
+def _higher_sums(a: StatsRow, b: StatsRow) -> tuple[float, float]:
+    """Return the sums of cubes and fourth powers of both, 0 if one of them has none: a row of version 1."""
+    if _lacks_powers(a) or _lacks_powers(b):
+        return 0.0, 0.0
+    return a.sum_cube + b.sum_cube, a.sum_fourth + b.sum_fourth
+
+
+def _lacks_powers(row: StatsRow) -> bool:
+    # Fourth powers below 1e-77 are 0 in float64.
+    square = float(row.absmax or 0) * float(row.absmax or 0)
+    return not row.sum_fourth and square * square > 0
 
 
 def merge_stats(group: Iterable[Stats]) -> Stats:
@@ -171,7 +185,8 @@ def merge_stats(group: Iterable[Stats]) -> Stats:
         for stats in group
     ]  # fmt: skip
     together = reduce(merge, rows, StatsRow())
-    for name in ("sum", "sum_sq", *POWER_SUMS):
+    known = POWER_SUMS if together.sum_fourth else ()
+    for name in ("sum", "sum_sq", *known):
         setattr(together, name, _total(getattr(row, name) for row in rows))
     return public(together)
 

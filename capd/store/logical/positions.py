@@ -132,10 +132,12 @@ def packed_zigzag(lengths: Sequence[int], ends: Sequence[int]) -> list[Segments]
         ends: `cu_seqlens` of the whole axis: 0, then the end of each document.
 
     Raises:
-        ContradictoryParts: The ends do not grow from 0 to the length of the axis, or a document cannot be cut into
-            2 · parts equal chunks.
+        ContradictoryParts: The parts differ in length, the ends do not grow from 0 to the length of the axis, or a
+            document cannot be cut into 2 · parts equal chunks.
     """
     parts = len(lengths)
+    if len(set(lengths)) != 1:
+        raise ContradictoryParts(f"zigzag needs parts of one length, and these have {list(lengths)[:8]}")
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != sum(lengths) or any(b < a for a, b in pairwise(ends)):
         raise ContradictoryParts(
             f"cu_seqlens {list(ends)[:8]} do not grow from 0 to the {sum(lengths)} positions of the axis"

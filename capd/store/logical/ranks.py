@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from capd.errors import ContradictoryParts
@@ -62,7 +63,7 @@ class KnownRanks:
             if all(known.places.get(name) == place for name, place in wanted.items())
         ]
 
-    @property
+    @cached_property
     def silent(self) -> list[KnownRank]:
         """The ranks without any series: those that were connected, and those of the job that never were."""
         absent = (KnownRank(rank, "", {}) for rank in range(min(self._world, 1 << 17)))

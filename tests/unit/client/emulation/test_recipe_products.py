@@ -154,3 +154,22 @@ def test_a_second_derivative_is_refused_in_words() -> None:
 
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(module(x).square().sum(), [x], create_graph=True)
+
+
+def test_a_mask_alone_zeroes_the_gradients_of_what_the_forward_clipped() -> None:
+    module, x, g = case()
+    # Few uniform weights are beyond the scale.
+    nn.init.normal_(module.weight)
+    operand = {"format": "mxfp4", "scale_mode": "std"}
+    recipe = {"mask": True, "fprop": {"x": operand, "w": operand}}
+    w = module.weight.detach()
+
+    emulate(module, {"linear": recipe})
+    _, dx, dw = run(module, x, g)
+
+    kept_x = clip_mask(x.detach().view(-1, 32)).view_as(x)
+    kept_w = clip_mask(w.view(-1, 32)).view_as(w)
+    assert not kept_x.all()
+    assert not kept_w.all()
+    assert torch.equal(dx, (g @ w) * kept_x)
+    assert torch.equal(dw, (g.t() @ x.detach()) * kept_w)

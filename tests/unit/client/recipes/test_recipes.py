@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_a_recipe_that_cannot_be_is_refused_with_its_place(tables: dict[str, Any
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("x = [", "is no TOML"), ("[other]\na = 1", "must have one table"),
+        ("x = [", "is no TOML"), ("x = 1" + "0" * 5000, "is no TOML"), ("[other]\na = 1", "must have one table"),
         ("[recipe.fprop]\nx = 'no'", "own.toml: recipe own"),
         ("#" * 70_000, "more than 65536 bytes"), (None, "cannot be read"),
     ],
@@ -125,3 +126,11 @@ def test_a_recipe_within_a_recipe_names_no_file(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="the format cannot be"):
         Recipe.of(json.dumps({"linear": str(file)}))
+
+
+def test_a_pipe_is_refused_before_anything_waits_for_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "own.toml"
+    os.mkfifo(pipe)
+
+    with pytest.raises(ConfigError, match="is a pipe"):
+        recipe_of_file(str(pipe))

@@ -7,6 +7,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from capd.store.format.dtypes import stored_type, to_values
@@ -191,3 +192,29 @@ def test_a_row_of_version_1_has_no_kurtosis() -> None:
 
     assert public(row).kurtosis is None
     assert public(row).crest is not None
+
+
+def test_rows_of_both_versions_merge_to_no_kurtosis_instead_of_a_wrong_one() -> None:
+    new = summarise(np.random.default_rng(0).standard_normal(4096).astype("f4"), "float32")
+    old = replace(new, sum_cube=0.0, sum_fourth=0.0)
+
+    for rows in ((new, old), (old, new), (new, old, new), (old, old)):
+        merged = merge_stats(map(public, rows))
+        assert merged.count == 4096 * len(rows)
+        assert (merged.kurtosis, merged.sum_fourth, merged.sum_cube) == (None, 0.0, 0.0)
+    zeros = summarise(np.zeros(4096, "f4"), "float32")
+    assert merge_stats(map(public, (new, zeros))).kurtosis == pytest.approx(6, rel=0.05)
+
+
+def test_values_whose_variance_has_no_square_in_float64_have_no_kurtosis() -> None:
+    values = np.zeros(1 << 20)
+    values[0] = 1e-80
+
+    assert public(summarise(values, "float64")).kurtosis is None
+
+
+@pytest.mark.parametrize("name", ["sum", "sum_sq", "sum_cube", "sum_fourth"])
+def test_sums_that_are_no_numbers_give_no_kurtosis(name: str) -> None:
+    row = summarise(np.arange(9, dtype="f4"), "float32")
+
+    assert public(replace(row, **{name: math.nan})).kurtosis is None

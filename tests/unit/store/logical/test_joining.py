@@ -242,6 +242,7 @@ def shaped(
         (shaped((2,), 0, "I(0)", tp_index=[0, 1]), shaped((2,), 1, "I(0)", tp_index=[2]), "its index 1 positions"),
         (shaped((4,), 0, "Z(0)", cu_seqlens=[0, 6, 8]), shaped((4,), 1, "Z(0)", cu_seqlens=[0, 6, 8]), "6 cannot"),
         (shaped((4,), 0, "Z(0)", cu_seqlens=[0, 4]), shaped((4,), 1, "Z(0)", cu_seqlens=[0, 4]), "8 positions"),
+        (shaped((3,), 0, "Z(0)", cu_seqlens=[0, 8]), shaped((5,), 1, "Z(0)", cu_seqlens=[0, 8]), "parts of one length"),
         (shaped((9, 1), 0, "QKV(0)", **HEADS), shaped((9, 1), 1, "QKV(0)", **HEADS), "should have 18 rows"),
         (shaped((2**45, 1), 0), shaped((2**45, 1), 1), "would have shape"),
     ],
