@@ -14,9 +14,9 @@ from capd.exchange.sglang.import_ import sglang_files
 
 __all__ = ["TOOLS", "Tool", "peer_files"]
 
-Tool = Literal["sglang", "megatron", "nvdlfw"]
+Tool = Literal["msprobe", "sglang", "megatron", "nvdlfw"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
-"""The tools whose files are recognised."""
+"""The tools whose files are recognised. `capd.exchange.peers` reads dumps of msprobe."""
 
 
 def peer_files(
@@ -38,8 +38,10 @@ def peer_files(
             found = sglang_files(root)
         elif name == "megatron":
             found = megatron_files(root, pipeline)
-        else:
+        elif name == "nvdlfw":
             found = nvdlfw_logs(root)
+        else:
+            continue
         if found:
             return name, found
     return None

@@ -74,8 +74,8 @@ def import_files(
     hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
 
     An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
-    its absolute path and size. About 128 MiB of files and records are in memory at once, or one file and its record
-    if they are larger. Each file adds some 400 bytes.
+    its absolute path and size, a line of a log by its text. About 128 MiB of files and records are in memory at once,
+    or one file and its record if they are larger. Each file adds some 400 bytes.
 
     \b
     Examples:
@@ -127,7 +127,7 @@ def _found(directory: Path, peer: Tool | None, pipeline: PipelineLayout, layer_b
     from capd.pt_files.files import find_files
     from capd.pt_files.import_ import import_files, load_file
 
-    dump = None if peer is not None else found_by_a_peer(directory)
+    dump = found_by_a_peer(directory) if peer in (None, "msprobe") else None
     if dump is not None:
         total = sum(1 for _ in dump.sources())
         if not total:
@@ -144,7 +144,7 @@ def _found(directory: Path, peer: Tool | None, pipeline: PipelineLayout, layer_b
     files, load = find_files(directory), partial(load_file, layer_base=layer_base)
     if not files:
         raise NothingMatched(
-            f"no .pt, .pth or .pkl file in {directory}, and no file of msprobe, {', '.join(TOOLS)} (docs/exchange.md)"
+            f"no .pt, .pth or .pkl file in {directory}, and no file of {', '.join(TOOLS)} (docs/exchange.md)"
         )
     return FoundFiles("pt", len(files), lambda run, **how: import_files(run, files, load=load, **how))
 

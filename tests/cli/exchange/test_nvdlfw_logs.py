@@ -60,3 +60,38 @@ def test_lines_that_are_no_statistic_are_named(capd: Capd, tmp_path: Path) -> No
     values = open_store(tmp_path / "runs" / "te.zarr").scalar("a_max", rank=3).values
     assert values[0] == 2.5
     assert values[1] != values[1]
+
+
+LINE = "2026-01-01 00:00:00,000 - INFO - a_max \t\t\t\t iteration={:06d} \t\t\t\t value={}\n"
+
+
+def test_a_log_that_grew_adds_its_new_lines_alone(capd: Capd, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "x_globalrank-0.log"
+    log.parent.mkdir()
+    options = ("--store", tmp_path / "runs", "--run-id", "te", "--json")
+    log.write_text(LINE.format(0, "0.5000") + LINE.format(1, "1.2345")[:-4])
+
+    first = capd("import", log.parent, *options)
+    log.write_text(LINE.format(0, "0.5000") + LINE.format(1, "1.2345") + LINE.format(2, "2.5000"))
+    second = capd("import", log.parent, *options)
+
+    assert (first.code, first.json["imported"]) == (1, 1)
+    assert "has no end" in first.json["skipped"][0]["reason"]
+    assert (second.code, second.json["imported"], second.json["already"]) == (0, 2, 1)
+    found = open_store(tmp_path / "runs" / "te.zarr").scalar("a_max", rank=0)
+    assert (found.iterations.tolist(), found.values.tolist()) == ([0, 1, 2], [0.5, 1.2345, 2.5])
+
+
+def test_a_log_of_another_kind_is_read_in_linear_time_and_its_lines_are_counted(
+    capd: Capd, tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "x_globalrank-0.log"
+    log.parent.mkdir()
+    hostile = "2026-01-01 00:00:00,000 - INFO - x" + " " * 8000 + "y\n"
+    log.write_text(hostile * 2000 + LINE.format(0, "0.5000") + "z" * 50_000 + "\n")
+
+    done = capd("import", log.parent, "--store", tmp_path / "runs", "--run-id", "te", "--json")
+
+    assert (done.code, done.json["imported"], len(done.json["skipped"])) == (1, 1, 17)
+    # The long line is one line.
+    assert done.json["skipped"][-1]["reason"] == "1,985 more lines are no statistic"

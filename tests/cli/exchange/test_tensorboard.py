@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,3 +70,53 @@ def test_a_second_export_replaces_nothing(capd: Capd, run: Path, tmp_path: Path)
 
     assert done.code != 0
     assert "holds files already" in done.err
+
+
+def test_series_of_one_name_have_tags_that_say_in_what_they_differ(capd: Capd, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="TensorBoard reads its events"
+    )
+    writer = StoreWriter(tmp_path / "captures")
+    # Files of tensor_saver name no module.
+    for layer, value in ((0, 1.0), (1, 2.0)):
+        for quant_type in ("bf16", "mxfp8"):
+            key = linear_key(module="", stack="", layer=layer, quant_type=quant_type)
+            bits = np.full((2, 2), value + (quant_type == "mxfp8") * 10, np.float32)
+            writer.put("exp", key, bits, "float32", Moment(iteration=5))
+    writer.put("exp", linear_key(), np.ones((2, 2), np.float32), "float32", Moment(iteration=5))
+    run = writer.close() / "exp.zarr"
+
+    assert capd("export", run, "--to", "tensorboard", "-o", tmp_path / "out").code == 0
+
+    events = accumulator.EventAccumulator(str(tmp_path / "out" / "exp" / "rank0"))
+    events.Reload()
+    found = {
+        tag.removeprefix("absmax/"): [(one.step, one.value) for one in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("absmax/")
+    }
+    assert found == {
+        "forward.input[quant_type=bf16,layer=0]": [(5, 1.0)],
+        "forward.input[quant_type=mxfp8,layer=0]": [(5, 11.0)],
+        "forward.input[quant_type=bf16,layer=1]": [(5, 2.0)],
+        "forward.input[quant_type=mxfp8,layer=1]": [(5, 12.0)],
+        NAME: [(5, 1.0)],
+    }
+
+
+def test_an_export_without_room_fails_and_leaves_no_file_of_events(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard`")
+    # A file of one block is too small for the events.
+    command = ["sh", "-c", 'ulimit -f 1; exec "$@"', "sh", sys.executable, "-m", "capd"]
+
+    done = subprocess.run(
+        [*command, "export", run, "--to", "tensorboard", "-o", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode != 0
+    assert "Make room and export again" in done.stderr
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []

@@ -264,7 +264,7 @@ def test_an_import_names_and_counts_what_it_skips(dump: Make, tmp_path: Path) ->
     root = dump({NODE: forward(), "Module.a.Linear.forward.0": forward("../x.pt")})
 
     done = run_capd("import", root, "--store", tmp_path / "store", "--json")
-    again = run_capd("import", root, "--store", tmp_path / "store", "--json")
+    again = run_capd("import", root, "--store", tmp_path / "store", "--from", "msprobe", "--json")
 
     assert (done.code, done.json["imported"], again.json["already"]) == (1, 1, 1)
     [skipped] = done.json["skipped"]
