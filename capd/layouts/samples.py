@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ RULES = ("content", "megatron", "interleaved")
 
 # Tensors of other samples are further apart than this; the norm of their difference is about √2 of one.
 _SAME = 0.5
+# Of each tensor, by which the nearest sample is found: 64 KiB.
+_MOST_SOME = 1 << 13
 
 
 class SamplePlace(NamedTuple):
@@ -60,10 +62,12 @@ def paired_samples(
 
     "content" takes the first tensor of the forward pass that both runs captured, `input_ids` if there is one. Samples
     of one iteration with the same SHA-256 of its numbers are a pair. Samples without the same numbers are a pair if
-    each is the other's nearest, and nearer than half of the norm. If no sample has a counterpart, the formula of
-    Megatron's sequential sampler is used: micro-batch m of data parallel rank r of n is sample m · n + r of the step
-    (`MegatronPretrainingSampler`). "interleaved" is torch's `DistributedSampler`: its sample i · n + r is the same
-    where a micro-batch has one row.
+    each is the other's nearest by some 8,192 of these, and nearer than half of their norm. If no sample has a
+    counterpart, the formula of Megatron's sequential sampler is used: micro-batch m of data parallel rank r of n is
+    sample m · n + r of the step (`MegatronPretrainingSampler`). "interleaved" is torch's `DistributedSampler`: its
+    sample i · n + r is the same where a micro-batch has one row.
+
+    One tensor is in memory at a time, and some 64 KiB of each sample.
 
     Raises:
         ConfigError: The rule is unknown, or cannot be used with these micro-batches.
@@ -118,42 +122,63 @@ def _by_content(
     ours: Mapping[SamplePlace, Occasion],
     theirs: Mapping[SamplePlace, Occasion],
 ) -> SamplePairs:
-    left = {sample: anchor.reference.values(reference, [at]) for sample, at in ours.items()}
-    right = {sample: anchor.other.values(other, [at]) for sample, at in theirs.items()}
+    left = {sample: _content(anchor.reference.values(reference, [at])) for sample, at in ours.items()}
+    right = {sample: _content(anchor.other.values(other, [at])) for sample, at in theirs.items()}
     pairs: dict[SamplePlace, SamplePlace] = {}
     by_digest: dict[tuple[int, bytes], list[SamplePlace]] = {}
-    for sample, values in right.items():
-        by_digest.setdefault((sample.iteration, _digest(values)), []).append(sample)
-    for sample, values in left.items():
-        same = by_digest.get((sample.iteration, _digest(values)))
+    for sample, content in right.items():
+        by_digest.setdefault((sample.iteration, content.digest), []).append(sample)
+    for sample, content in left.items():
+        same = by_digest.get((sample.iteration, content.digest))
         if same:
             pairs[sample] = same.pop(0)
     exact, taken = len(pairs), set(pairs.values())
-    rest = [sample for sample in left if sample not in pairs]
-    free = [sample for sample in right if sample not in taken]
-    nearest = {sample: _nearest(left[sample], sample, right, free) for sample in rest}
-    back = {sample: _nearest(right[sample], sample, left, rest) for sample in free}
-    pairs |= {sample: one for sample, one in nearest.items() if one is not None and back[one] == sample}
+    rest = _by_iteration(sample for sample in left if sample not in pairs)
+    free = _by_iteration(sample for sample in right if sample not in taken)
+    for iteration, samples in rest.items():
+        others = free.get(iteration, [])
+        nearest = {sample: _nearest(left[sample], right, others) for sample in samples}
+        back = {sample: _nearest(right[sample], left, samples) for sample in others}
+        pairs |= {sample: one for sample, one in nearest.items() if one is not None and back[one] == sample}
     rule = "content" if exact == len(pairs) else "nearest"
     return SamplePairs(pairs, rule, anchor.text, len(left) + len(right) - 2 * len(pairs))
 
 
+class _Content(NamedTuple):
+    """The digest and the shape of a sample's tensor, and some of its numbers: the tensors would not all fit."""
+
+    digest: bytes
+    shape: tuple[int, ...]
+    some: Values
+
+
+def _content(values: Values) -> _Content:
+    # Both runs may keep the same numbers in other types. -0.0 and 0.0 are the same number.
+    plain = np.ascontiguousarray(values, dtype=np.float64) + 0.0
+    digest = hashlib.sha256(repr(values.shape).encode())
+    digest.update(plain.reshape(-1).data)
+    # An odd step visits all channels, whose number is even.
+    step = (plain.size // _MOST_SOME) | 1
+    return _Content(digest.digest(), values.shape, plain.reshape(-1)[::step].copy())
+
+
+def _by_iteration(samples: Iterable[SamplePlace]) -> dict[int, list[SamplePlace]]:
+    found: dict[int, list[SamplePlace]] = {}
+    for sample in samples:
+        found.setdefault(sample.iteration, []).append(sample)
+    return found
+
+
 def _nearest(
-    values: Values, sample: SamplePlace, others: Mapping[SamplePlace, Values], free: Sequence[SamplePlace]
+    content: _Content, others: Mapping[SamplePlace, _Content], free: Sequence[SamplePlace]
 ) -> SamplePlace | None:
     distances = [
-        (relative_error(others[one], values), one)
+        (relative_error(others[one].some, content.some), one)
         for one in free
-        if one.iteration == sample.iteration and others[one].shape == values.shape
+        if others[one].shape == content.shape
     ]
     error, found = min(distances, default=(_SAME, None))
     return found if error < _SAME else None
-
-
-def _digest(values: Values) -> bytes:
-    # Both runs may keep the same numbers in other types. -0.0 and 0.0 are the same number.
-    plain = np.ascontiguousarray(values, dtype=np.float64) + 0.0
-    return hashlib.sha256(repr(values.shape).encode() + plain.tobytes()).digest()
 
 
 def _by_formula(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,30 @@ def test_inputs_that_differ_by_rounding_are_paired_with_the_nearest(tmp_path: Pa
     assert (found.samples.rule, len(found.samples.pairs)) == ("nearest", 4)
     # 1e-6 is 17 eps; a guess for the first module allows four.
     assert len(found.beyond) == len(found.judgements)
+
+
+def test_the_memory_of_pairing_does_not_follow_the_size_of_the_samples(tmp_path: Path) -> None:
+    number, shape = 24, (512, 512)
+    for name in ("a", "b"):
+        draw = np.random.default_rng(3)
+        scale = np.float32(1.0 if name == "a" else 1 + 1e-6)
+        records: Records = []
+        for at in range(number):
+            values = scale * draw.standard_normal(shape).astype(np.float32)
+            records.append((linear("input"), values, {}, at, at))
+        write(tmp_path / name, records)
+    runs = [WholeRun(open_store(tmp_path / name / "run.zarr")) for name in ("a", "b")]
+    aspects = aspects_of(*runs, None)
+
+    tracemalloc.start()
+    found = paired_samples(*runs, aspects.found)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert (found.rule, found.unpaired) == ("nearest", 0)
+    assert all(one.micro_batch == other.micro_batch for one, other in found.pairs.items())
+    # All samples of both runs are 48 MiB, and twice that in float64.
+    assert peak < 16 << 20
 
 
 def test_the_limit_is_a_multiple_of_the_noise(tmp_path: Path) -> None:
