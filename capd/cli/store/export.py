@@ -18,7 +18,7 @@ from capd.cli.store.export_tasks import ClusterExport
 from capd.cli.stores import AttemptOption, RunOption, StoreArgument, attempt_of, resolve_run
 from capd.cli.table import prose
 from capd.errors import ConfigError, NothingMatched
-from capd.exchange.peers import PEERS, ExportRequest, export_for
+from capd.exchange.peers import WRITERS, ExportRequest, export_for
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
 
@@ -135,7 +135,7 @@ def export(
     opened, tests = open_store(resolve_run(store, run)), keys.tests()
     if to in ("csv", "parquet") and cluster.is_used:
         raise ConfigError(f"--to {to} is one table, which one process writes; leave --scheduler out")
-    if to in PEERS and cluster.is_used:
+    if to in WRITERS and cluster.is_used:
         raise ConfigError(f"one process writes the files of --to {to}; leave --scheduler out")
     naming = Naming(names, tensor_names, layer_base)
     if logical:
@@ -166,7 +166,7 @@ def export(
         with on_cluster.files(opened, chosen, out) as written:
             _report(written, chosen, out, to, as_json)
         return
-    if to in PEERS:
+    if to in WRITERS:
         scalars = partial(_scalars, opened, tests, attempt_of(attempt))
         request = ExportRequest(opened.run_id, chosen, out, repeat_weights, scalars)
         with settled_heap():
@@ -192,7 +192,8 @@ def _export_whole(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Export the selected whole tensors, or say how much that would be."""
-    from capd.cli.store.whole_tensors import chosen_tensors, whole_files
+    from capd.cli.store.whole_tensors import chosen_tensors
+    from capd.io.whole_tensors import export_whole_tensors
 
     chosen, left_out = chosen_tensors(opened, tests, keys, attempt, to)
     if left_out:
@@ -204,7 +205,7 @@ def _export_whole(
         document = {"directory": None, "format": to, "records": records, "tensors": len(chosen)}
         print_either(document, prose([said], 2), as_json=as_json)
         return
-    _report(whole_files(opened, chosen, out, to, naming), chosen, out, to, as_json)
+    _report(export_whole_tensors(opened.run_id, chosen, out, to, naming), chosen, out, to, as_json)
 
 
 def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:

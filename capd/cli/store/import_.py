@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +15,7 @@ from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
 from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
-from capd.exchange.recognise import TOOLS, Tool
+from capd.exchange.recognise import TOOLS, FoundFiles, Tool, found_files
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:
@@ -110,35 +108,14 @@ def import_files(
     raise typer.Exit(1 if outcomes.skipped else 0)
 
 
-@dataclass(frozen=True)
-class FoundFiles:
-    """The files to import: the tool that wrote them, their number, and the function that imports them into a run."""
-
-    tool: str
-    number: int
-    read: Callable[..., Iterator[Outcome]]
-
-
 def _found(directory: Path, peer: Tool | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
     """Return what is to import."""
-    from capd.exchange.foreign import import_foreign
-    from capd.exchange.peers import found_by_a_peer
-    from capd.exchange.recognise import peer_files
     from capd.pt_files.files import find_files
     from capd.pt_files.import_ import import_files, load_file
 
-    dump = found_by_a_peer(directory) if peer in (None, "msprobe") else None
-    if dump is not None:
-        total = sum(1 for _ in dump.sources())
-        if not total:
-            raise NothingMatched(f"the {dump.peer} dump in {directory} names no tensor")
-        return FoundFiles(
-            dump.peer, total, lambda run, **how: import_files(run, dump.sources(), load=dump.load, **how)
-        )
-    foreign = peer_files(directory, peer, pipeline)
-    if foreign is not None:
-        tool, sources = foreign
-        return FoundFiles(tool, len(sources), lambda run, **how: import_foreign(run, sources, **how))
+    found = found_files(directory, peer, pipeline)
+    if found is not None:
+        return found
     if peer is not None:
         raise NothingMatched(f"no file of {peer} in {directory}; leave --from out to import .pt files")
     files, load = find_files(directory), partial(load_file, layer_base=layer_base)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +15,10 @@ from capd.errors import ConfigError, NothingMatched
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:
-    from capd.output_directory import ExportedFile
-    from capd.pt_files.dictionary import Naming
     from capd.store.logical.series import LogicalSeries
     from capd.store.read.store import Store
 
-__all__ = ["chosen_tensors", "find_tensor", "show_tensor", "whole_files"]
+__all__ = ["chosen_tensors", "find_tensor", "show_tensor"]
 
 _LABEL = len("placements  ")
 _NAMED = 4
@@ -109,17 +105,9 @@ def _show_record(one: LogicalSeries, number: int, first: int, *, wide: bool, as_
 
 
 def _head(one: LogicalSeries) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        **msgspec.structs.asdict(one.key),
-        "coordinates": one.coordinates,
-        "dtype": one.dtype,
-        "part_dtype": one.part_dtype,
-        "kept": one.kept,
-        "placements": one.placements,
-        "attributes": one.attributes,
-        "parts": [part._asdict() for part in one.parts],
-    }
+    from capd.io.whole_tensors import described_whole
+
+    return {**msgspec.structs.asdict(one.key), "kept": one.kept, **described_whole(one)}
 
 
 def _record(one: LogicalSeries, number: int) -> dict[str, Any]:
@@ -194,12 +182,3 @@ def _is_wanted(one: LogicalSeries, tests: Tests) -> bool:
     """Whether the tensor is selected by its own key, or by that of any part."""
     keys = (one.key, *(series.key for series in one.series))
     return any(all(test(key) for test in tests) for key in keys)
-
-
-def whole_files(
-    store: Store, chosen: Sequence[LogicalSeries], out: Path, to: str, naming: Naming
-) -> Iterator[ExportedFile]:
-    """Write the chosen tensors; yields each file when it is whole."""
-    from capd.io.whole_tensors import export_whole_tensors
-
-    return export_whole_tensors(store.run_id, chosen, out, to, naming)

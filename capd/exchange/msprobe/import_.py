@@ -9,24 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from capd.exchange.msprobe.dumps import Dump, find_dumps
+from capd.exchange.msprobe.dumps import Dump
 from capd.exchange.msprobe.entries import capture_of_entry, tensors_of
 from capd.exchange.msprobe.json_stream import entries_of
 from capd.exchange.msprobe.names import is_plain_name
-from capd.exchange.peers import ImportSet
 from capd.pt_files.import_ import bits_of
 from capd.pt_files.load import load_tensor_file, opened
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.pt_files.writer import ImportedRecord
 
-__all__ = ["found_in", "recognises"]
+__all__ = ["DumpedTensor", "dumped_tensors", "load_dumped"]
 
 _CLIENTS = 1 << 12
 _SHOWN_CHARS = 120
@@ -63,17 +62,10 @@ class DumpedTensor:
         return client.to_bytes(2) + b"capd msprobe  ", int.from_bytes(digest[2:]) >> 1
 
 
-def recognises(directory: Path) -> bool:
-    """Whether the directory holds a dump of msprobe, up to four levels below."""
-    return bool(find_dumps(directory))
-
-
-def found_in(directory: Path) -> ImportSet:
-    """Return the tensors of all dumps in the directory."""
-    dumps = find_dumps(directory)
-    return ImportSet(
-        "msprobe", lambda: (tensor for dump in dumps for tensor in _tensors_in(dump)), load_dumped
-    )
+def dumped_tensors(dumps: Iterable[Dump]) -> Iterator[DumpedTensor]:
+    """Yield the tensors that the dumps name, in order."""
+    for dump in dumps:
+        yield from _tensors_in(dump)
 
 
 def _tensors_in(dump: Dump) -> Iterator[DumpedTensor]:

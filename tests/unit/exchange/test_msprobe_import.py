@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from capd.cli.store.export import Format
-from capd.exchange.msprobe.import_ import found_in, recognises
+from capd.exchange.msprobe.dumps import find_dumps
+from capd.exchange.msprobe.import_ import dumped_tensors, load_dumped
 from capd.exchange.msprobe.json_stream import entries_of
 from capd.exchange.msprobe.names import Node, is_plain_name, parsed_node
-from capd.exchange.peers import PEERS, found_by_a_peer
+from capd.exchange.peers import WRITERS
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.store.read.store import open_store
 from tests.kit.store.cli import run_capd
@@ -54,20 +55,19 @@ def forward(name: object = "x.pt", **more: Any) -> dict[str, Any]:
 
 def refusals(root: Path) -> list[str]:
     """Load everything, and return why tensors were refused."""
-    found, said = found_in(root), []
-    for source in found.sources():
+    said = []
+    for source in dumped_tensors(find_dumps(root)):
         try:
-            found.load(source)
+            load_dumped(source)
         except BadTensorFile as error:
             said.append(str(error))
     return said
 
 
 def test_a_tensor_becomes_a_record_of_its_call(dump: Make) -> None:
-    found = found_by_a_peer(dump({NODE: forward(md5="0a1b2c3d")}))
+    dumps = find_dumps(dump({NODE: forward(md5="0a1b2c3d")}))
 
-    assert found is not None
-    [record] = [found.load(source) for source in found.sources()]
+    [record] = map(load_dumped, dumped_tensors(dumps))
     key, moment, metadata = (
         record.capture.key,
         record.capture.moment,
@@ -119,15 +119,15 @@ def test_a_tensor_becomes_a_record_of_its_call(dump: Make) -> None:
     ],
 )
 def test_names_of_tensors(dump: Make, node: str, entry: dict[str, Any], names: list[str]) -> None:
-    found = found_in(dump({node: entry}))
+    dumps = find_dumps(dump({node: entry}))
 
-    assert [found.load(source).capture.key.tensor_name for source in found.sources()] == names
+    assert [load_dumped(one).capture.key.tensor_name for one in dumped_tensors(dumps)] == names
 
 
 def test_an_entry_with_numbers_alone_is_kept_in_metadata(dump: Make) -> None:
-    found = found_in(dump({NODE: forward(None, Max=2.5, Min=math.nan, Mean=math.inf, Norm=1.0)}))
+    dumps = find_dumps(dump({NODE: forward(None, Max=2.5, Min=math.nan, Mean=math.inf, Norm=1.0)}))
 
-    [record] = [found.load(source) for source in found.sources()]
+    [record] = map(load_dumped, dumped_tensors(dumps))
     assert (record.capture.key.quant_type, record.bits.size) == ("msprobe_statistics", 0)
     told = json.loads(record.capture.metadata)["msprobe"]["statistics"]
     assert (told["Max"], told["Min"], told["Mean"]) == (2.5, "NaN", "Infinity")
@@ -160,7 +160,7 @@ def test_links_are_not_followed(dump: Make, tmp_path: Path) -> None:
     assert ["symbolic link" in why for why in refusals(root)] == [True, True]
     (root / "step7").rename(tmp_path / "step7")
     (root / "step7").symlink_to(tmp_path / "step7")
-    assert not recognises(root)
+    assert not find_dumps(root)
 
 
 def test_other_bad_files_are_named(dump: Make) -> None:
@@ -194,13 +194,13 @@ def test_bad_json_is_named(dump: Make, data: str, part: str) -> None:
     if data.startswith("{"):
         [why] = refusals(root)
         assert part in why
-    assert recognises(root) is data.startswith("{")
+    assert bool(find_dumps(root)) is data.startswith("{")
 
 
 def test_a_damaged_end_costs_only_what_follows(dump: Make) -> None:
     root = dump('{"' + NODE + '": ' + json.dumps(forward()) + ', "b": {"inp')
 
-    assert len(list(found_in(root).sources())) == 2
+    assert len(list(dumped_tensors(find_dumps(root)))) == 2
     [why] = refusals(root)
     assert "the rest of it" in why
 
@@ -242,7 +242,7 @@ def test_memory_does_not_follow_the_number_of_entries(dump: Make, entries: int) 
     root = dump("{" + members + "}")
     del members
     tracemalloc.start()
-    counted = sum(1 for _ in found_in(root).sources())
+    counted = sum(1 for _ in dumped_tensors(find_dumps(root)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -254,8 +254,7 @@ def test_processes_without_a_rank_are_numbered(dump: Make) -> None:
     for place in ("step0/proc90", "step0/proc100", "step1/proc90"):
         root = dump({NODE: forward()}, place)
 
-    found = found_in(root)
-    captures = [found.load(source).capture for source in found.sources()]
+    captures = [load_dumped(source).capture for source in dumped_tensors(find_dumps(root))]
     assert [(one.moment.iteration, one.key.rank) for one in captures] == [(0, 0), (0, 1), (1, 0)]
     assert json.loads(captures[1].metadata)["msprobe"]["process"] == 100
 
@@ -284,4 +283,4 @@ def test_names_of_nodes() -> None:
 
 
 def test_the_command_offers_every_tool_that_is_written() -> None:
-    assert {name for name, peer in PEERS.items() if peer.writer} <= set(get_args(Format))
+    assert WRITERS.keys() <= set(get_args(Format))
