@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -152,6 +152,8 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
         raise FormatError(f"{fmt} has no option {unknown[0]!r}; the options are {', '.join(OPTIONS)}")
     given = {name: value for name, value in options.items() if value is not None}
     legacy = _is_legacy(fmt, family, given)
+    shrinks = ("a number from 0.5 to 1, such as 0.75",) if family.shrinks else ()
+    shrink = _extra(fmt, "shrink", shrinks, given, _is_shrink)
     found = Spec(
         fmt=fmt,
         elem=_choice(fmt, "elem", family.elems, given, "e5m2" if legacy and fmt == "mxfp8" else None),
@@ -162,45 +164,32 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
         overflow=_choice(fmt, "overflow", family.overflows, given, "saturate" if legacy else None),
         tensor_scale=_tensor_scale(fmt, family, given),
         legacy=legacy,
-        outer=_outer(fmt, family, given),
-        shrink=_shrink(fmt, family, given),
-        four_over_six=_pick(fmt, family, given),
+        outer=_extra(
+            fmt, "outer", family.outers, given, lambda one: type(one) is int and one in family.outers
+        ),
+        shrink=None if shrink is None else float(shrink),
+        four_over_six=_extra(fmt, "four_over_six", family.picks, given, family.picks.__contains__),
     )
     _check_together(found)
     return found
 
 
-def _outer(fmt: str, family: Family, given: dict[str, Any]) -> Optional[int]:
-    value = given.get("outer")
+def _extra(
+    fmt: str, name: str, allowed: Sequence[Any], given: dict[str, Any], accepts: Callable[[Any], bool]
+) -> Any:
+    """Return an option that few formats take, None if it was not given. Nothing is allowed in the others."""
+    value = given.get(name)
     if value is None:
         return None
-    if not family.outers:
-        raise FormatError(f"{fmt} takes no outer; it was given {value!r}")
-    if type(value) is not int or value not in family.outers:
-        raise _refused(f"outer of {fmt}", value, family.outers)
+    if not allowed:
+        raise FormatError(f"{fmt} takes no {name}; it was given {value!r}")
+    if not accepts(value):
+        raise _refused(f"{name} of {fmt}", value, allowed)
     return value
 
 
-def _shrink(fmt: str, family: Family, given: dict[str, Any]) -> Optional[float]:
-    value = given.get("shrink")
-    if value is None:
-        return None
-    if not family.shrinks:
-        raise FormatError(f"{fmt} takes no shrink; it was given {value!r}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 1:
-        raise _refused(f"shrink of {fmt}", value, ("a number from 0.5 to 1, such as 0.75",))
-    return float(value)
-
-
-def _pick(fmt: str, family: Family, given: dict[str, Any]) -> Optional[str]:
-    value = given.get("four_over_six")
-    if value is None:
-        return None
-    if not family.picks:
-        raise FormatError(f"{fmt} takes no four_over_six; it was given {value!r}")
-    if value not in family.picks:
-        raise _refused(f"four_over_six of {fmt}", value, family.picks)
-    return str(value)
+def _is_shrink(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.5 <= value <= 1
 
 
 def _check_together(spec: Spec) -> None:
