@@ -26,7 +26,7 @@ from capd.check.judging import ProductJudgement, ProductLimits, judged
 from capd.check.precision import Precision
 from capd.check.residual import Product
 from capd.io.items import UNREADABLE, Skipped, skipped
-from capd.products.captured.calls import CapturedTensor, ProductCall, ProductCalls
+from capd.products.captured.calls import CapturedTensor, ProductCall, ProductCalls, sampled
 from capd.replay.operands import ShapeMismatch, matrix, operands_of
 from capd.replay.recipes import ReplayRecipe
 
@@ -92,9 +92,7 @@ def units_of(calls: ProductCalls, share: float) -> list[Unit]:
         for call in module:
             place = tuple(call.place[name] for name in ("attempt", "iteration", "micro_batch"))
             units.setdefault(place, []).append(call)
-        own = list(units.values())
-        number = min(len(own), max(1, round(share * len(own))))
-        found += [own[(2 * place + 1) * len(own) // (2 * number)] for place in range(number)]
+        found += sampled(list(units.values()), share)
     return sorted(found, key=lambda unit: _order(unit[0]))
 
 

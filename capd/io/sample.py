@@ -1,19 +1,23 @@
-"""The sample of records that `--sample` reads: evenly spread over each series, and the same at every call."""
+"""Samples, evenly spread: of the records of a series that `--sample` reads, and of any values in order."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from capd.errors import ConfigError
 
-__all__ = ["Sample", "places_of", "share_of"]
+__all__ = ["Sample", "evenly", "places_of", "share_of"]
 
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)%|(0?\.\d{1,9}|1(?:\.0{1,9})?)")
 # Its multiples lie evenly in 0 … 1, however many are taken.
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -78,3 +82,9 @@ def places_of(total: int, share: float, turn: int) -> frozenset[int]:
     ends = [part * total // max(1, number) for part in range(number + 1)]
     parts = enumerate(pairwise(ends), turn)
     return frozenset(start + int(at * _GOLDEN % 1 * (end - start)) for at, (start, end) in parts)
+
+
+def evenly(values: Sequence[T], most: int) -> list[T]:
+    """Return at most so many values, each from the middle of its part. The same values give the same ones."""
+    number = min(most, len(values))
+    return [values[(2 * place + 1) * len(values) // (2 * number)] for place in range(number)]

@@ -11,21 +11,20 @@ import typer
 from capd.cli.check.table import print_check
 from capd.cli.completion import lists_of
 from capd.cli.options import Json, Wide, grouped, option
-from capd.cli.output import human_count, note, print_json
+from capd.cli.output import print_json
+from capd.cli.products.calls import calls_in, is_logical, say_left_out
 from capd.cli.progress import Progress
 from capd.cli.sources import SourceOptions, Sources, found_in, one_thread_each
 from capd.cli.stores import StoreArgument, default_store
 from capd.errors import ConfigError, DamagedRecord, NothingMatched
-from capd.store.objects.address import place_of
+from capd.replay.groups import FIELDS, checked_fields
 
 if TYPE_CHECKING:
-    from capd.check.checking import Checked, Unit
+    from capd.check.checking import Checked
 
 __all__ = ["check"]
 
 _LIMIT = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(?:eps)?")
-_FIELDS = ("quant_type", "rank", "stack", "layer", "module", "iteration", "micro_batch", "call")
-_MOST_REASONS = 12
 
 
 @grouped
@@ -38,7 +37,7 @@ def check(
             "--by",
             "FIELDS",
             "Group by these, as layer,module; none: all calls together.",
-            autocompletion=lists_of(*_FIELDS),
+            autocompletion=lists_of(*FIELDS),
         ),
     ] = "none",
     limit: Annotated[str, option("--limit", "N", "Largest error of a whole product.")] = "2eps",
@@ -78,20 +77,18 @@ def check(
       4  damaged records were skipped, the rest holds
       5  nothing matches, or no product can be compared
     """
-    from capd.check.checking import Checked, check_calls
+    from capd.check.checking import Checked, check_calls, units_of
     from capd.check.document import check_document
     from capd.check.judging import ProductLimits
     from capd.server.heap import settled_heap
     from capd.strict_json import strict_json
 
-    fields = _fields_of(by)
+    fields = checked_fields(by)
     limits = ProductLimits(_limit_of("--limit", limit), _limit_of("--row-limit", row_limit))
     found = found_in(default_store() if store is None else store, source)
-    if len(found.names) > 1:
-        raise ConfigError("the calls of several runs cannot be told apart; check one run at a time")
-    checked = Checked()
-    is_whole = len({one.series.key.rank for one in found.items.series or ()}) > 1 and not source.keys.rank
-    units = _units(found, source, checked, is_whole=is_whole)
+    checked, is_whole = Checked(), is_logical(found, source)
+    calls = calls_in(found, source.keys.tests(), checked.skipped, is_whole=is_whole)
+    units = units_of(calls, found.share)
     one_thread_each()
     with settled_heap(), Progress(len(units), "calls") as progress:
         for unit, outcome in check_calls(units, limits, found.threads):
@@ -105,32 +102,8 @@ def check(
         print_json(strict_json(document))
     else:
         print_check(document, wide=wide)
-    _say_left_out(checked)
+    say_left_out(checked.left_out, "not comparable")
     raise typer.Exit(1 if checked.beyond else (1 if found.files else 4) if checked.skipped else 0)
-
-
-def _units(found: Sources, source: SourceOptions, checked: Checked, *, is_whole: bool) -> list[Unit]:
-    from capd.check.checking import units_of
-    from capd.io.items import UNREADABLE, skipped
-    from capd.products.captured.calls import ProductCalls
-    from capd.store.read.store import open_store
-
-    calls, tests = ProductCalls(), source.keys.tests()
-    if is_whole:
-        for one in open_store(place_of(found.names[0])).logical(attempt=found.attempt):
-            if all(test(one.key) for test in tests):
-                calls.add_whole(one)
-        return units_of(calls, found.share)
-    for item in found.items.found:
-        try:
-            loaded = item.load()
-        except UNREADABLE as error:
-            checked.skipped.append(skipped(item.name, error, damaged=True))
-            note(f"skipped {item.name}: {checked.skipped[-1].reason}")
-            continue
-        if loaded is not None:
-            calls.add(item, loaded)
-    return units_of(calls, found.share)
 
 
 def _must_have_checked(found: Sources, checked: Checked) -> None:
@@ -142,26 +115,9 @@ def _must_have_checked(found: Sources, checked: Checked) -> None:
     raise NothingMatched(f"nothing to check in {found.names[0]}: {reasons}")
 
 
-def _say_left_out(checked: Checked) -> None:
-    for reason, count in checked.left_out.most_common(_MOST_REASONS):
-        note(f"{human_count(count, 'product')} not comparable: {reason}")
-    if len(checked.left_out) > _MOST_REASONS:
-        note(f"{len(checked.left_out) - _MOST_REASONS} further reasons are in --json")
-
-
 def _limit_of(name: str, text: str) -> float:
     match = _LIMIT.fullmatch(text.strip())
     value = float(match[1]) if match else math.nan
     if not value > 0:
         raise ConfigError(f"{name} {text!r:.40} is no number of eps; write 2eps or 6")
     return value
-
-
-def _fields_of(text: str) -> tuple[str, ...]:
-    if text.strip() == "none":
-        return ()
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    for name in names:
-        if name not in _FIELDS:
-            raise ConfigError(f"--by: {name!r} is no field of a call; use {', '.join(_FIELDS)}, or none")
-    return names

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from capd.cli.output import human_count, note
+from capd.cli.output import human_count
+from capd.cli.products.calls import calls_in, is_logical, say_left_out
 from capd.cli.progress import Progress
 from capd.cli.selection import Tests
 from capd.cli.sources import SourceOptions, Sources, found_in
@@ -13,14 +14,11 @@ from capd.errors import ConfigError, DamagedRecord, NothingMatched
 from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
-    from capd.products.captured.calls import ProductCall
     from capd.replay.recipes import ReplayRecipe
     from capd.replay.replaying import Replayed
     from capd.replay.request import ReplayRequest
 
-__all__ = ["is_logical", "recipes_of", "replay_numbers", "replayed_of", "say_left_out"]
-
-_MOST_REASONS = 8
+__all__ = ["recipes_of", "replay_numbers", "replayed_of"]
 
 
 def recipes_of(text: str) -> tuple[ReplayRecipe, ...]:
@@ -42,12 +40,6 @@ def recipes_of(text: str) -> tuple[ReplayRecipe, ...]:
     return tuple(found.values())
 
 
-def is_logical(found: Sources, options: SourceOptions) -> bool:
-    """Return whether operands are put together from all ranks: for a run of several, none of which was chosen."""
-    ranks = {one.series.key.rank for one in found.items.series or ()}
-    return len(ranks) > 1 and not options.keys.rank and len(found.names) == 1
-
-
 def replayed_of(
     found: Sources, request: ReplayRequest, fields: tuple[str, ...], tests: Tests = ()
 ) -> Replayed:
@@ -67,15 +59,15 @@ def replayed_of(
     import torch
 
     from capd.io.items import Skipped
+    from capd.products.captured.calls import sampled
     from capd.replay.groups import BY_LAYER, ReplayGroups
     from capd.replay.replaying import Replayed, replay
     from capd.server.heap import settled_heap
 
-    if len(found.names) > 1:
-        raise ConfigError("the calls of several runs cannot be told apart; replay one run at a time")
     torch.set_num_threads(found.threads)
     replayed = Replayed(ReplayGroups(list(dict.fromkeys(((), fields, BY_LAYER)))))
-    calls = _whole_calls(found, tests) if request.is_logical else _calls(found, replayed)
+    modules = calls_in(found, tests, replayed.skipped, is_whole=request.is_logical).by_module()
+    calls = [call for module in modules for call in sampled(module, found.share)]
     with settled_heap(), Progress(len(calls), "calls") as progress:
         for seen in replay(calls, request, replayed):
             if isinstance(seen, Skipped):
@@ -87,45 +79,6 @@ def replayed_of(
         reasons = "; ".join(replayed.left_out) or "no call of a linear layer was captured"
         raise NothingMatched(f"nothing to replay in {found.names[0]}: {reasons}")
     return replayed
-
-
-def _calls(found: Sources, replayed: Replayed) -> Sequence[ProductCall]:
-    """Return the calls, a share of each module's if a sample is wanted."""
-    from capd.io.items import UNREADABLE, skipped
-    from capd.products.captured.calls import ProductCalls
-    from capd.products.captured.calls import sampled as sampled_calls
-
-    calls = ProductCalls()
-    for item in found.items.found:
-        try:
-            loaded = item.load()
-        except UNREADABLE as error:
-            replayed.skipped.append(skipped(item.name, error, damaged=True))
-            note(f"skipped {item.name}: {replayed.skipped[-1].reason}")
-            continue
-        if loaded is not None:
-            calls.add(item, loaded)
-    return [call for module in calls.by_module() for call in sampled_calls(module, found.share)]
-
-
-def _whole_calls(found: Sources, tests: Tests) -> Sequence[ProductCall]:
-    from capd.products.captured.calls import ProductCalls
-    from capd.products.captured.calls import sampled as sampled_calls
-    from capd.store.read.store import open_store
-
-    calls = ProductCalls()
-    for one in open_store(place_of(found.names[0])).logical(attempt=found.attempt):
-        if all(test(one.key) for test in tests):
-            calls.add_whole(one)
-    return [call for module in calls.by_module() for call in sampled_calls(module, found.share)]
-
-
-def say_left_out(replayed: Replayed) -> None:
-    """Name on stderr the products that were not replayed, by reason."""
-    for reason, count in replayed.left_out.most_common(_MOST_REASONS):
-        note(f"{human_count(count, 'product')} not replayed: {reason}")
-    if len(replayed.left_out) > _MOST_REASONS:
-        note(f"{len(replayed.left_out) - _MOST_REASONS} further reasons are in --json")
 
 
 def replay_numbers(found: Sources, recipes: Sequence[ReplayRecipe], options: SourceOptions) -> dict[str, Any]:
@@ -143,5 +96,5 @@ def replay_numbers(found: Sources, recipes: Sequence[ReplayRecipe], options: Sou
     again = found_in(place_of(found.names[0]), replace(options, run=None))
     request = ReplayRequest(recipes, is_logical=is_logical(again, options))
     replayed = replayed_of(again, request, fields, options.keys.tests())
-    say_left_out(replayed)
+    say_left_out(replayed.left_out, "not replayed")
     return replay_document(again.names, request, replayed, fields)

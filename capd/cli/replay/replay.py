@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from capd.cli.completion import lists_of, recipe_lists
+from capd.cli.figure_files import check_name, refuse_existing
 from capd.cli.options import Json, Wide, flag, grouped, option
 from capd.cli.output import print_json
 from capd.cli.sources import SourceOptions, found_in
 from capd.cli.stores import StoreArgument, default_store
-from capd.errors import CapdError, ConfigError
 from capd.replay.groups import FIELDS, checked_fields
 
 __all__ = ["replay"]
-
-_FIGURES = ("png", "svg", "pdf")
 
 
 @grouped
@@ -99,8 +96,9 @@ def replay(
       4  damaged records were skipped, the rest was replayed
       5  nothing matches, or no call can be replayed
     """
+    from capd.cli.products.calls import is_logical, say_left_out
+    from capd.cli.products.replayed import recipes_of, replayed_of
     from capd.cli.replay.table import print_replay
-    from capd.cli.replayed import is_logical, recipes_of, replayed_of, say_left_out
     from capd.replay.document import replay_document
     from capd.replay.request import ReplayRequest, checked_products, checked_rows
     from capd.strict_json import strict_json
@@ -108,7 +106,9 @@ def replay(
     fields = checked_fields(by)
     recipes, products, most_rows = recipes_of(recipe), checked_products(product), checked_rows(rows)
     if out is not None:
-        _check_out(out, force=force)
+        check_name(out, "json")
+        if not force:
+            refuse_existing([out])
     found = found_in(default_store() if store is None else store, source)
     whole = not per_rank and is_logical(found, source)
     request = ReplayRequest(recipes, products, draws, seed, most_rows, blame=blame, is_logical=whole)
@@ -120,24 +120,8 @@ def replay(
         print_json(strict_json(document))
     else:
         print_replay(document, wide=wide)
-    say_left_out(replayed)
+    say_left_out(replayed.left_out, "not replayed")
     raise typer.Exit((1 if found.files else 4) if replayed.skipped else 0)
-
-
-def _check_out(out: Path, *, force: bool) -> None:
-    """Refuse a name that says no kind of file, and a file that exists."""
-    from capd.report.figures.style import must_have_matplotlib
-
-    kind = out.suffix[1:].lower()
-    if kind not in (*_FIGURES, "json"):
-        raise ConfigError(f"-o {out}: the name must end in .png, .svg, .pdf or .json")
-    if kind in _FIGURES:
-        try:
-            must_have_matplotlib()
-        except CapdError as error:
-            raise ConfigError(str(error)) from error
-    if os.path.lexists(out) and not force:
-        raise CapdError(f"{out} exists already; choose another name, or replace it with --force")
 
 
 def _write(out: Path, document: dict[str, Any], *, force: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from capd.cli.completion import field_lists, format_lists, lists_of
+from capd.cli.figure_files import check_name, refuse_existing, written_pages
 from capd.cli.options import Json, Wide, flag, grouped, option
 from capd.cli.output import note, print_json, print_lines
 from capd.cli.report.metrics_output import csv_cell, name_unmeasured, print_trends
@@ -21,13 +22,11 @@ from capd.cli.report.trends import (
     formats_for,
     gathered_trends,
     refuse_empty,
-    refuse_existing,
     whole_numbers,
-    written_pages,
 )
 from capd.cli.sources import SourceOptions, found_in
 from capd.cli.stores import StoreArgument, default_store
-from capd.errors import CapdError, ConfigError
+from capd.errors import ConfigError
 from capd.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["metrics"]
 
-_FIGURES = ("png", "svg", "pdf")
 _LEAST_SIZE, _MOST_SIZE = 2, 128
 
 
@@ -181,18 +179,9 @@ def _check_output(
         raise ConfigError("--csv and --json are two formats of one output; give one of them")
     if out is None:
         return
-    ending = out.suffix[1:].lower()
-    if ending not in ("csv", *_FIGURES):
-        raise ConfigError(f"-o {out}: the name must end in .csv, {', '.join(f'.{one}' for one in _FIGURES)}")
-    if ending != "csv":
-        from capd.report.figures.style import must_have_matplotlib
-
-        try:
-            must_have_matplotlib()
-        except CapdError as error:
-            raise ConfigError(str(error)) from error
-        if len(kinds) > 1:
-            note("a figure for each metric, in files of its own")
+    check_name(out, "csv")
+    if out.suffix.lower() != ".csv" and len(kinds) > 1:
+        note("a figure for each metric, in files of its own")
     if not force:
         refuse_existing([out])
 

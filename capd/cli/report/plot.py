@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from capd.cli.completion import any_of, any_where, format_lists, store_paths
+from capd.cli.figure_files import check_name, refuse_existing, written_pages
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import print_either
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
-from capd.cli.report.trends import TREND_WORDS, plot_trend, refuse_existing, written_pages
+from capd.cli.report.trends import TREND_WORDS, plot_trend
 from capd.cli.sources import SourceOptions, found_in
 from capd.cli.stores import Given
-from capd.errors import CapdError, ConfigError, NothingMatched
+from capd.errors import ConfigError, NothingMatched
 from capd.store.objects.address import place_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ __all__ = ["plot"]
 _KINDS = "distribution, exponents, layers, heatmap, boxes, channels, iterations, hifp8, overflow, tensor"
 _TREND = "trend"
 _METRICS = "sqnr, underflow, saturation, flush, relative, l2, cosine, mse, mae"
-_SUFFIXES = ("png", "svg", "pdf")
 _SIZE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)x(\d{1,3}(?:\.\d{1,3})?)")
 _LEAST_INCHES, _MOST_INCHES = 1.0, 100.0
 
@@ -197,16 +197,10 @@ def _checked(
 
 def _look(out: Path, size: str | None, dpi: int, title: str | None) -> Look:
     """Check what all kinds need. Raises ConfigError."""
-    from capd.report.figures.style import Look, must_have_matplotlib
+    from capd.report.figures.style import Look
 
-    if out.suffix[1:].lower() not in _SUFFIXES:
-        raise ConfigError(f"-o {out}: the name must end in {', '.join(f'.{one}' for one in _SUFFIXES)}")
-    look = Look(None if size is None else _inches(size), dpi, title)
-    try:
-        must_have_matplotlib()
-    except CapdError as error:
-        raise ConfigError(str(error)) from error
-    return look
+    check_name(out)
+    return Look(None if size is None else _inches(size), dpi, title)
 
 
 def _inches(text: str) -> tuple[float, float]:

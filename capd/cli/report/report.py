@@ -14,8 +14,8 @@ from capd.analyze.format_choice import DEFAULT_FORMATS
 from capd.cli.completion import format_lists, recipe_lists, store_paths
 from capd.cli.options import Json, flag, grouped, option
 from capd.cli.output import human_count, human_nbytes, note, print_either
+from capd.cli.products.replayed import recipes_of, replay_numbers
 from capd.cli.progress import Progress
-from capd.cli.replayed import recipes_of, replay_numbers
 from capd.cli.report.gathered import choices_of, contents, contents_json, gathered_of
 from capd.cli.scheduling import ClusterOptions
 from capd.cli.sources import SourceOptions, Sources, found_beside, found_in

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from capd.cli.figure_files import written_pages
 from capd.cli.output import human_count, note, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import Sources, one_thread_each
@@ -14,13 +15,12 @@ from capd.errors import CapdError, ConfigError, DamagedRecord, NothingMatched
 
 if TYPE_CHECKING:
     from capd.analyze.format_choice import FormatChoice
-    from capd.report.figures.style import Look, Page
+    from capd.report.figures.style import Look
     from capd.report.trends.gather import Trends
     from capd.report.trends.kinds import TrendKind, TrendOptions
 
 __all__ = [
-    "TREND_WORDS", "exit_code", "formats_for", "gathered_trends", "plot_trend", "refuse_empty", "refuse_existing",
-    "whole_numbers", "written_pages",
+    "TREND_WORDS", "exit_code", "formats_for", "gathered_trends", "plot_trend", "refuse_empty", "whole_numbers",
 ]  # fmt: skip
 
 TREND_WORDS = (
@@ -86,13 +86,6 @@ def whole_numbers(name: str, text: str, least: int, most: int) -> tuple[int, ...
     return found
 
 
-def refuse_existing(paths: Sequence[Path]) -> None:
-    """Raise CapdError for the first path that exists."""
-    for path in paths:
-        if os.path.lexists(path):
-            raise CapdError(f"{path} exists already; choose another name, or replace it with --force")
-
-
 def formats_for(kinds: Sequence[TrendKind], formats: str | None) -> Sequence[FormatChoice]:
     """Return the formats that `--formats` names. Raises ConfigError for unknown ones, or if no kind takes any."""
     from capd.analyze.format_choice import choices
@@ -153,22 +146,3 @@ def plot_trend(
 def exit_code(found: Sources, trends: Trends) -> int:
     """Return 4 if damaged records were skipped, 1 if bad files were skipped, otherwise 0."""
     return (1 if found.files else 4) if trends.skipped else 0
-
-
-def written_pages(pages: Sequence[Page], out: Path, look: Look, *, force: bool) -> list[Path]:
-    """Write one file, or one for each page: x_1.png and so on. Each file is whole or absent.
-
-    Raises:
-        CapdError: If a file exists and is not to be replaced, or cannot be written.
-        StoreFull: If a file does not fit on the disk.
-    """
-    from capd.report.image_files import write_single
-
-    paths = [out]
-    if len(pages) > 1:
-        paths = [out.with_name(f"{out.stem}_{number}{out.suffix}") for number in range(1, len(pages) + 1)]
-    if not force:
-        refuse_existing(paths)
-    for path, page in zip(paths, pages, strict=True):
-        write_single(path, page.image(out.suffix[1:].lower(), look), replace=force)
-    return paths

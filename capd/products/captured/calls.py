@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capd.errors import CapdError, MissingParts, StoreError
 from capd.io.items import Item, Loaded
+from capd.io.sample import evenly
 from capd.lab.sampling import SOURCE_DTYPES
 from capd.store.logical.series import LogicalSeries
 from capd_client.protocol.dtypes import ITEM_NBYTES
@@ -42,6 +43,7 @@ _OF_ITERATION = ("w", "bias")
 _OF_LAYER = ("quant_type", "rank", "stack", "layer", "module")
 _FUSED = "input before"
 
+T = TypeVar("T")
 Value = Union[str, int, None]
 Layer = tuple[Value, ...]
 At = tuple[Value, ...]
@@ -205,10 +207,9 @@ class ProductCalls:
                 yield ProductCall(place, {**tensors, **shared, **tensors}, place["module"] in self._grouped)
 
 
-def sampled(calls: Sequence[ProductCall], share: float) -> list[ProductCall]:
-    """Return a share of the calls of a module, each from the middle of its part, at least one."""
-    number = min(len(calls), max(1, round(share * len(calls))))
-    return [calls[(2 * place + 1) * len(calls) // (2 * number)] for place in range(number)]
+def sampled(values: Sequence[T], share: float) -> list[T]:
+    """Return a share of the values, each from the middle of its part, at least one."""
+    return evenly(values, max(1, round(share * len(values))))
 
 
 def _name_of(key: Key) -> str | None:

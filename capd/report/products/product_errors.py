@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from capd.analyze.error_sums import Errors
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.verdict.levels import Levels, levels_of
 from capd.io.items import UNREADABLE, Skipped, skipped
+from capd.io.sample import evenly
 from capd.report.products.linear_calls import Call, LinearCalls, Operand
 from capd.store.read.series import tensor_of
 
@@ -33,7 +34,6 @@ _MOST_NBYTES = 128 << 20
 # The memory that a call takes, by the bytes of its operands.
 _WORK = 10
 
-T = TypeVar("T")
 OfCall = Mapping[str, Mapping[str, Errors]]
 """The errors of one call by the format's label and the product's name."""
 Result = Union[OfCall, Skipped, None]
@@ -140,15 +140,9 @@ def _chosen(modules: Sequence[Sequence[Call]]) -> list[Call]:
 
 
 def _evenly_over(modules: Sequence[Sequence[Call]], most: int) -> list[Call]:
-    some = _evenly(modules, most)
+    some = evenly(modules, most)
     each, more = divmod(most, max(1, len(some)))
-    return [call for place, calls in enumerate(some) for call in _evenly(calls, each + (place < more))]
-
-
-def _evenly(values: Sequence[T], most: int) -> list[T]:
-    """Return at most so many values, each from the middle of its share."""
-    number = min(most, len(values))
-    return [values[(2 * place + 1) * len(values) // (2 * number)] for place in range(number)]
+    return [call for place, calls in enumerate(some) for call in evenly(calls, each + (place < more))]
 
 
 def matrix_of(bits: NDArray[np.generic], operand: Operand) -> torch.Tensor:

@@ -11,6 +11,7 @@ from capd.ahead import AHEAD_NBYTES, ahead, worker_threads
 from capd.analyze.format_choice import FormatChoice
 from capd.analyze.trends.sums import Problems, TrendSums
 from capd.io.items import UNREADABLE, Skipped, skipped
+from capd.io.sample import evenly
 from capd.report.products.linear_calls import Forward, LinearCalls
 from capd.report.products.product_errors import matrix_of
 
@@ -42,8 +43,7 @@ def measure_forwards(
     forwards = list(calls.forwards())
     usable = [one for one in forwards if one.is_usable]
     counts.found, counts.left_out = len(forwards), len(forwards) - len(usable)
-    number = min(len(usable), MOST_FORWARDS)
-    chosen = [usable[(2 * at + 1) * len(usable) // (2 * number)] for at in range(number)]
+    chosen = evenly(usable, MOST_FORWARDS)
     with worker_threads(threads, "products") as pool:
 
         def begin(forward: Forward) -> Future[Measured]:
