@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -83,27 +83,30 @@ class ReplayRecipe:
         """
         of_a, of_b, turn = self._words(product)
         first, second = (operands[name] for name in OPERANDS_OF[product])
-        is_turned = product != "y"
-        raw = (first.t() if product == "dw" else first, second.t() if is_turned else second)
-        with _seeded(seed):
+        raw = first.t() if product == "dw" else first
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(_seed(seed, 0))
             forward = self._forward(product, second)
-            again = raw[1] if forward is None else forward.t()
-            if turn:
-                # The signs are the same with and without the quantisers.
-                torch.manual_seed(seed)
-                a, b = transform_pair(_wide(raw[0]), _wide(again), turn, -1, -1)
-            else:
-                a, b = raw[0], again
-            found = _quantised(a, of_a), _quantised(b, of_b)
+            again = forward if product == "y" or forward is None else forward.t()
+            again = (second.t() if product != "y" else second) if again is None else again
             touched = bool(of_a or turn), bool(of_b or turn or forward is not None)
-            plain = (a, b)
-            if with_plain and forward is not None:
-                plain = self._plain(product, raw, second, turn, seed)
+            a = _transformed(raw, turn, seed)
+            found_a = _quantised(a, of_a, seed=_seed(seed, 1))
+            plain_a = a if with_plain and touched[0] else None
+            # One operand at a time is in memory before its quantiser.
+            del a
+            b = _transformed(again, turn, seed)
+            found_b = _quantised(b, of_b, seed=_seed(seed, 2))
+            plain_b = None
+            if with_plain and touched[1]:
+                plain_b = (
+                    b if forward is None else _transformed(self._unquantised(second, product), turn, seed)
+                )
         return OperandPair(
-            found[0],
-            found[1].t(),
-            plain[0] if touched[0] and with_plain else None,
-            plain[1].t() if touched[1] and with_plain else None,
+            found_a,
+            found_b.t(),
+            plain_a,
+            None if plain_b is None else plain_b.t(),
             after=self._after(product, operands),
             is_exact=not any(touched) and not self.words.mask,
         )
@@ -118,15 +121,10 @@ class ReplayRecipe:
             found = _quantised(found, words.a if OPERANDS_OF[product][1] == "x" else words.b)
         return found
 
-    def _plain(
-        self, product: str, raw: tuple[Tensor, Tensor], second: Tensor, turn: str, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the operands after their transforms, without any quantiser."""
-        b = transform(_wide(second), self.words.transform, -1).t() if self.words.mask else raw[1]
-        if not turn:
-            return raw[0], b
-        torch.manual_seed(seed)
-        return transform_pair(_wide(raw[0]), _wide(b), turn, -1, -1)
+    def _unquantised(self, second: Tensor, product: str) -> Tensor:
+        """Return x or w as the backward starts with it, without the forward's quantiser, and turned."""
+        found = transform(_wide(second), self.words.transform, -1) if self.words.mask else second
+        return found if product == "y" else found.t()
 
     def _after(self, product: str, operands: CallOperands) -> After | None:
         """Return the mask and the inverse transform of a block of rows of dX or dW."""
@@ -186,12 +184,26 @@ class ReplayRecipe:
         }[product]
 
 
-def _quantised(values: Tensor, word: str) -> Tensor:
+def _transformed(values: Tensor, turn: str, seed: int) -> Tensor:
+    """Return values transformed along the last axis. The signs of a seed are the same for both operands."""
+    if not turn:
+        return values
+    size, _, rounded = json.loads(turn[turn.index("[") :])
+    # Where the result is rounded to bfloat16, the transform itself is computed in it, as TransformerEngine does.
+    is_low = rounded == "bf16" and values.dtype == torch.bfloat16
+    own = values.contiguous() if is_low else _wide(values)
+    torch.manual_seed(_seed(seed, 3))
+    return transform_pair(own, own.new_zeros((1, size)), turn, -1, -1)[0]
+
+
+def _quantised(values: Tensor, word: str, *, seed: int | None = None) -> Tensor:
     """Return the values of the format in float32, along the last axis, not rounded to the captured dtype."""
     if not word:
         return values.to(torch.float32)
     fits = _FITS_BFLOAT16.search(word) and not _WIDER.search(word)
     dtype = torch.bfloat16 if fits and values.dtype == torch.bfloat16 else torch.float32
+    if seed is not None and is_random(word):
+        torch.manual_seed(seed)
     return quantise(values.to(dtype, memory_format=torch.contiguous_format), word, -1).to(torch.float32)
 
 
@@ -199,8 +211,6 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.float32, memory_format=torch.contiguous_format)
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        yield
+def _seed(seed: int, use: int) -> int:
+    """Return a seed of its own for each use of a draw, so that no two draws have the same random bits."""
+    return 4 * seed + use
