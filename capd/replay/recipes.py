@@ -90,11 +90,7 @@ class ReplayRecipe:
             again = forward if product == "y" or forward is None else forward.t()
             again = (second.t() if product != "y" else second) if again is None else again
             touched = bool(of_a or turn), bool(of_b or turn or forward is not None)
-            a = _transformed(raw, turn, seed)
-            found_a = _quantised(a, of_a, seed=_seed(seed, 1))
-            plain_a = a if with_plain and touched[0] else None
-            # One operand at a time is in memory before its quantiser.
-            del a
+            # One operand at a time is in memory before its quantiser, the one that takes more of it first.
             b = _transformed(again, turn, seed)
             found_b = _quantised(b, of_b, seed=_seed(seed, 2))
             plain_b = None
@@ -102,6 +98,10 @@ class ReplayRecipe:
                 plain_b = (
                     b if forward is None else _transformed(self._unquantised(second, product), turn, seed)
                 )
+            del b, again, forward
+            a = _transformed(raw, turn, seed)
+            found_a = _quantised(a, of_a, seed=_seed(seed, 1))
+            plain_a = a if with_plain and touched[0] else None
         return OperandPair(
             found_a,
             found_b.t(),

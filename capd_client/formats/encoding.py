@@ -51,7 +51,11 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
                 _special_rows(rows, spec, special_quantiser(values.reshape(-1), spec), generator)
             )
         else:
-            found = layout.join(qdq_rows(rows, spec, scaling_of(rows, spec), generator))
+            # A copy in rows takes its own results, so that there is one copy less of a large tensor.
+            is_copy = rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+            found = layout.join(
+                qdq_rows(rows, spec, scaling_of(rows, spec), generator, rows if is_copy else None)
+            )
     elif spec.rounding == "stochastic":
         found = _there_and_back(values, spec, generator)
     else:

@@ -37,10 +37,14 @@ class Scaling(Protocol):
 
 
 def qdq_rows(
-    rows: torch.Tensor, spec: Spec, scaling: Scaling, generator: Optional[torch.Generator]
+    rows: torch.Tensor,
+    spec: Spec,
+    scaling: Scaling,
+    generator: Optional[torch.Generator],
+    out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Quantise and dequantise rows, in their dtype."""
-    out = torch.empty_like(rows)
+    """Quantise and dequantise rows, in their dtype, into `out`, which may be the rows themselves."""
+    out = torch.empty_like(rows) if out is None else out
     for piece in pieces(rows):
         out[piece] = quantised_rows(rows[piece].to(torch.float32), spec, scaling, generator).found
     return out
