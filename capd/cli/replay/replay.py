@@ -27,7 +27,7 @@ def replay(
         option(
             "--recipe",
             "LIST",
-            "Recipes: formats or FILE.toml, as mxfp8,nvfp4,mine.toml; none is the product itself.",
+            "Recipes, as nvfp4-te,mxfp8-nvidia,hifp8,FILE.toml; none is the product itself.",
             show_default=False,
             autocompletion=recipe_lists,
         ),
@@ -73,20 +73,20 @@ def replay(
     needed. --blame says how much of the error each operand alone makes. --draws averages products that are rounded at
     random: noise falls by 10 log10(N) dB, a bias stays.
 
-    A recipe is a format of docs/formats.md, none, or a TOML file with a recipe of docs/emulation.md. Where the job
-    itself was emulated by one of the recipes, or by none, its captured products are compared bit by bit.
+    A recipe is a preset, a format of docs/formats.md, none, or a TOML file (docs/recipes.md). Where the job itself was
+    emulated by one of the recipes, or by none, its captured products are compared bit by bit.
 
     In a run of several ranks, the operands are put together from the parts of all (docs/logical.md). --per-rank, or
     --rank, takes each rank's own: under tensor parallelism, a rank sums over a part, and its blocks end there. Calls
     whose operands are missing, fused, sliced or not of high precision are counted by reason on stderr. One call is in
-    memory at a time, with at most 384 MiB besides for a call of 4096 x 4096 x 4096.
+    memory at a time. One of 4096 x 4096 x 4096 takes 384 MiB besides; a transform with --draws or --blame 431 MiB.
     The guide is docs/replay.md.
 
     \b
     Examples:
-      capd replay captures --recipe mxfp8,nvfp4
-      capd replay captures --recipe mine.toml --draws 16 --product dx,dw
-      capd replay captures --recipe nvfp4 --blame --by layer,module
+      capd replay captures --recipe nvfp4-te,mxfp8-nvidia
+      capd replay captures --recipe mxfp4-rht-sr --draws 16 --product dx,dw
+      capd replay captures --recipe nvfp4-te --blame --by layer,module
       capd replay captures --recipe mxfp8,hifp8 --sample 10% -o replay.png
 
     \b

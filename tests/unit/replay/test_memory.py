@@ -11,8 +11,12 @@ from benchmarks.store.store_runner import child
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("recipe", "draws", "blame"), [("nvfp4", 1, False), (STOCHASTIC, 3, False), ("nvfp4", 1, True)]
-)
+    ("recipe", "draws", "blame"),
+    [
+        ("nvfp4", 1, False), ("nvfp4-te", 1, False), ("quartet", 1, False), (STOCHASTIC, 3, False),
+        ("nvfp4", 1, True),
+    ],
+)  # fmt: skip
 def test_a_call_of_4096_takes_384_mib(recipe: str, draws: int, blame: bool) -> None:
     found = child("benchmarks.products.replay:peak", size=4096, recipes=[recipe], draws=draws, blame=blame)
     assert 0 < found["mib"] <= MOST_MIB
