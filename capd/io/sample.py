@@ -53,6 +53,16 @@ class Sample:
         self.nbytes += other.nbytes
         self.of_nbytes += other.of_nbytes
 
+    def numbers(self) -> dict[str, float]:
+        """Return what JSON says about the sample."""
+        return {
+            "share": self.share,
+            "records": self.records,
+            "of_records": self.of,
+            "raw_bytes": self.nbytes,
+            "of_raw_bytes": self.of_nbytes,
+        }
+
 
 def share_of(text: str) -> float:
     """Return the share that a text such as "5%" or "0.05" names.

@@ -64,11 +64,7 @@ def sample_numbers(gathered: GatheredRecords) -> dict[str, Any] | None:
     if sample is None:
         return None
     return {
-        "share": sample.share,
-        "records": sample.records,
-        "of_records": sample.of,
-        "raw_bytes": sample.nbytes,
-        "of_raw_bytes": sample.of_nbytes,
+        **sample.numbers(),
         "operands": 0 if gathered.products is None else 3 * gathered.products.measured,
         "sqnr_db_error": {
             label: errors.sqnr_db_error for label, errors in gathered.groups.whole().errors.items()

@@ -22,7 +22,7 @@ def trend_document(sources: Sequence[str], trends: Trends) -> dict[str, Any]:
         "by": list(trends.fields),
         "records": trends.records,
         "metrics": [_metric(one, trends) for one in trends.kinds],
-        "sample": _sample(trends),
+        "sample": None if trends.sample is None else trends.sample.numbers(),
         "skipped": [{"name": one.name, "reason": one.reason} for one in trends.skipped],
     }
 
@@ -30,19 +30,6 @@ def trend_document(sources: Sequence[str], trends: Trends) -> dict[str, Any]:
 def ordered_groups(groups: TrendGroups) -> list[Group]:
     """Return the groups by their values, ascending; labels of one group stay in the order of their request."""
     return sorted(groups.groups, key=lambda group: order_of(group[0]))
-
-
-def _sample(trends: Trends) -> dict[str, Any] | None:
-    sample = trends.sample
-    if sample is None:
-        return None
-    return {
-        "share": sample.share,
-        "records": sample.records,
-        "of_records": sample.of,
-        "raw_bytes": sample.nbytes,
-        "of_raw_bytes": sample.of_nbytes,
-    }
 
 
 def _remark(kind: TrendKind, groups: Sequence[dict[str, Any]]) -> str | None:
