@@ -1,12 +1,15 @@
 """The check of attention: O = softmax(Q Kᵀ · scale + mask) V, row by row.
 
-The mask is that which the record names. Where it names none, no mask and the causal mask are tried, and a product that
-fits neither cannot be compared. Sums and softmax are those of Dao et al., "FlashAttention", 2022, section 2.2.
+Mask and scale are those which the record names. Where it names none, no mask and the causal mask are tried, with the
+usual scale, 1/√width. A product that fits neither cannot be compared, unless a factor alone makes it fit: no mask does
+that.
+Sums and softmax are those of Dao et al., "FlashAttention", 2022, section 2.2.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +26,54 @@ _BLOCK_VALUES = 1 << 22
 _LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 # The softmax, its weights and the product are each rounded.
 _ROUNDINGS = 3
+_NO_MASK, _CAUSAL, _CAUSAL_FROM_THE_END = "no_mask", "causal", "causal_bottom_right"
+_VARIANTS = {
+    "sliding_window": "a sliding window", "softcap": "a soft cap", "sinks": "sinks", "position_bias": "a position bias",
+}  # fmt: skip
+
+
+class AttentionFacts(NamedTuple):
+    """What the record of an attention's output says about the call.
+
+    Attributes:
+        mask: The word of its mask; None if it is not one of those that can be computed here.
+        scale: The factor of Q Kᵀ; None if it is not known.
+        dropout: The probability of dropout; None if it is not known.
+        variant: What else changes the scores, as words for a reader.
+    """
+
+    mask: str | None
+    scale: float | None
+    dropout: float | None
+    variant: tuple[str, ...]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether they say all that decides over the output."""
+        return self.mask is not None and self.scale is not None and self.dropout == 0
+
+
+def facts_of(output: CapturedTensor) -> AttentionFacts:
+    """Return the facts of a call. Numbers of foreign records that cannot be are unknown."""
+    told = output.metadata
+    # Megatron's word is that of an enumeration. Its unfused attention takes the mask that it is given instead.
+    word = str(told.get("attn_mask_type") or "").rpartition(".")[2]
+    is_given = told.get("attention_mask_shape") is not None
+    computed = (_NO_MASK, _CAUSAL, _CAUSAL_FROM_THE_END)
+    scale, dropout = (_number(told.get(name)) for name in ("softmax_scale", "attention_dropout"))
+    variant = told.get("attention_variant")
+    words = [str(one) for one in variant] if isinstance(variant, list) else []
+    return AttentionFacts(
+        word if word in computed and not is_given else None,
+        scale,
+        dropout,
+        tuple(_VARIANTS.get(one, one) for one in words),
+    )
+
+
+def _number(value: object) -> float | None:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 def attention_reason(call: ProductCall) -> str | None:
@@ -45,7 +96,10 @@ def attention_reason(call: ProductCall) -> str | None:
         return "operands and result have dtypes of which the cast is not known"
     if call.tensors["q"].attributes.get("layout") not in _LAYOUTS or len(call.tensors["q"].shape) != 4:
         return "the order of the axes is not known"
-    return None
+    facts = facts_of(call.tensors["o"])
+    if facts.dropout:
+        return "dropout takes weights away at random"
+    return f"it has {', '.join(facts.variant)}" if facts.variant else None
 
 
 def judged_attention(call: ProductCall, limits: ProductLimits) -> ProductJudgement | str:
@@ -65,30 +119,49 @@ def judged_attention(call: ProductCall, limits: ProductLimits) -> ProductJudgeme
         o = o.reshape(*o.shape[:-1], heads, o.shape[-1] // heads)
     if o.ndim != 4:
         return "shapes that do not fit"
-    o = o.permute(axes)
+    o = o.permute(_LAYOUTS.get(str(call.tensors["o"].attributes.get("output_layout")), axes))
     fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fits or o.shape != (*q.shape[:3], v.shape[3]) or heads % k.shape[1]:
         return "shapes that do not fit"
-    told = str(call.tensors["o"].metadata.get("attn_mask_type"))
-    found = [
-        judged_sums(
-            _sums(q, k, v, o, known, causal=causal), _no_columns(), k.shape[2], known, limits, _ROUNDINGS
-        )
-        for causal in (True, False)
-    ]
+    facts = facts_of(call.tensors["o"])
+    scale = 1 / math.sqrt(q.shape[3]) if facts.scale is None else facts.scale
+    # With as many queries as keys both causal masks are the same.
+    tried = (_NO_MASK, _CAUSAL) if q.shape[2] == k.shape[2] else (_NO_MASK, _CAUSAL, _CAUSAL_FROM_THE_END)
+    found = []
+    for mask in tried if facts.mask is None else (facts.mask,):
+        sums = _sums(_Attention(q, k, v, scale, mask), o, known)
+        found.append(judged_sums(sums, _no_columns(), k.shape[2], known, limits, _ROUNDINGS))
     best = min(found, key=lambda one: one.error)
-    if best.is_beyond and not told.endswith(".causal"):
-        return "the mask is not recorded, and neither none nor the causal one fits"
+    if best.is_beyond and not facts.are_whole and not _is_scaled(best, limits):
+        return "its mask, scale or dropout is not recorded, and neither no mask nor the causal one fits"
     return best
+
+
+def _is_scaled(found: ProductJudgement, limits: ProductLimits) -> bool:
+    """Whether a factor explains the error of all rows."""
+    return found.rest is not None and found.rest <= limits.tensor < found.error
 
 
 def _read(tensor: CapturedTensor) -> Tensor:
     return tensor_of(tensor.read(), tensor.dtype)
 
 
-def _sums(q: Tensor, k: Tensor, v: Tensor, o: Tensor, precision: Precision, *, causal: bool) -> RowSums:
+class _Attention(NamedTuple):
+    """Query, key and value [batch, heads, tokens, width], the factor of Q Kᵀ, and the word of the mask."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: str
+
+
+def _sums(operands: _Attention, o: Tensor, precision: Precision) -> RowSums:
+    q, k, v, scale, mask = operands
     dtype = precision.computed_in
     shared, tokens = q.shape[1] // k.shape[1], k.shape[2]
+    # The key that the first query sees last.
+    start = tokens - q.shape[2] if mask == _CAUSAL_FROM_THE_END else 0
     d2, y2, s2, odd = [], [], [], []
     fit = [0.0, 0.0, 0.0]
     step = max(1, _BLOCK_VALUES // max(1, tokens))
@@ -99,9 +172,9 @@ def _sums(q: Tensor, k: Tensor, v: Tensor, o: Tensor, precision: Precision, *, c
             squares = values.square().sum(1)
             for first in range(0, q.shape[2], step):
                 own = precision.operand(q[batch, head, first : first + step])
-                scores = own @ keys / math.sqrt(q.shape[3])
-                if causal:
-                    rows = torch.arange(first, first + own.shape[0])[:, None] + (tokens - q.shape[2])
+                scores = own @ keys * scale
+                if mask != _NO_MASK:
+                    rows = torch.arange(first, first + own.shape[0])[:, None] + start
                     scores.masked_fill_(torch.arange(tokens) > rows, -math.inf)
                 weights = scores.softmax(-1)
                 y, c = weights @ values, o[batch, head, first : first + step].to(dtype)

@@ -19,6 +19,7 @@ from torch import nn
 from capd_client.hooks.function_sites import FunctionSite
 from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks as ranks
+from capd_client.integrations.attention_facts import of_core, shape_of
 from capd_client.protocol.kinds import ATTENTION, LINEAR
 
 __all__ = ["LAYERS", "LINEAR_FUNCTIONS", "find_sites", "is_one_kernel"]
@@ -137,14 +138,23 @@ def _router(found: _Found) -> Site:
 def _attention(found: _Found) -> Site:
     return Site(
         found.module, ATTENTION, ("query", "key", "value"), attributes=(("layout", "sbhd"), *found.attributes),
-        of_tensor=ranks.attention_placements(found.model, found.name), describe=_describe_attention,
+        of_tensor=ranks.attention_placements(found.model, found.name),
+        describe=_description_of_attention(found.module),
     )  # fmt: skip
 
 
-def _describe_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _description_of_attention(
+    module: nn.Module,
+) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
     names = ("query", "key", "value", "attention_mask", "attn_mask_type")
-    *_, mask, mask_type = operands_of(names, args, kwargs)
-    return {
-        "attention_mask_shape": None if mask is None else list(mask.shape),
-        "attn_mask_type": None if mask_type is None else str(mask_type),
-    }
+    known = of_core(module)
+
+    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        *_, mask, mask_type = operands_of(names, args, kwargs)
+        return {
+            "attention_mask_shape": shape_of(mask),
+            "attn_mask_type": None if mask_type is None else str(mask_type),
+            **known,
+        }
+
+    return describe

@@ -61,7 +61,7 @@ class _AttentionOfThread(threading.local):
     # The number of heads in the current call.
     heads = 0
     # The operands of the call's first batched product.
-    scored: Optional[tuple[Tensor, Tensor]] = None
+    scored: Optional[tuple[Tensor, Tensor, Optional[Tensor]]] = None
 
 
 _local = _AttentionOfThread()
@@ -198,17 +198,18 @@ class _Torch:
 
     @staticmethod
     def baddbmm(mask: Tensor, q: Tensor, k_t: Tensor) -> Tensor:
-        _local.scored = (q, k_t)
+        _local.scored = (q, k_t, mask)
         return torch.baddbmm(mask, q, k_t)
 
     @staticmethod
     def bmm(left: Tensor, right: Tensor) -> Tensor:
         scored, _local.scored = _local.scored, None
         if scored is None:
-            _local.scored = (left, right)
+            _local.scored = (left, right, None)
             return torch.bmm(left, right)
         tap = current_tap("attention")
-        call = None if tap is None else _begin(tap, *scored, right)
+        q, k_t, mask = scored
+        call = None if tap is None else _begin(tap, (q, k_t, right), mask)
         output = torch.bmm(left, right)
         if tap is not None and call is not None:
             _end(tap, call, output)
@@ -216,14 +217,17 @@ class _Torch:
 
 
 @untraced
-def _begin(tap: Tap, q: Tensor, k_t: Tensor, v: Tensor) -> Optional[Call]:
+def _begin(tap: Tap, used: tuple[Tensor, ...], mask: Optional[Tensor]) -> Optional[Call]:
+    q, k_t, v = used
     try:
         with without_modes():
             operands = [_by_head(t) for t in (q, k_t.transpose(-2, -1), v)]
         module = tap.module()
-        call = None if module is None else tap.begin(module, operands, None)
+        # The query was multiplied by the scale before.
+        told = {"attn_mask": mask, "dropout_p": getattr(module, "dropout", None), "scale": 1.0}
+        call = None if module is None else tap.begin(module, operands, None, tuple(operands), told)
         if call is not None and torch.is_grad_enabled():
-            _watch_gradients(tap, call, (q, k_t, v), operands)
+            _watch_gradients(tap, call, used, operands)
         return call
     except Exception as error:
         tap.failed("attention call", error)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from capd_client.hooks.function_sites import FunctionSite
 from capd_client.hooks.sites import Site
+from capd_client.integrations.attention_facts import of_sdpa
 from capd_client.integrations.callers import calls, importers_of
 from capd_client.integrations.linears import is_plain
 from capd_client.integrations.multihead import linears_of
@@ -38,9 +39,13 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
         if is_plain(module):
             found[name] = [Site(module, LINEAR, ("input",))]
         elif calls(module.__class__, "scaled_dot_product_attention"):
-            found[name] = [Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT)]
+            found[name] = [_attention(module)]
         elif calls(module.__class__, "multi_head_attention_forward"):
             packed_as = ("in_proj_q", "in_proj_kv") if id(module) in crossing else ("in_proj",)
             sites = linears_of(module, packed_as)
-            found[name] = [Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT), *sites]
+            found[name] = [_attention(module), *sites]
     return found
+
+
+def _attention(module: nn.Module) -> Site:
+    return Site(module, ATTENTION, function=SDPA, attributes=_LAYOUT, describe=of_sdpa)

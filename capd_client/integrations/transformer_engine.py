@@ -18,6 +18,7 @@ from torch import nn
 
 from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks
+from capd_client.integrations.attention_facts import of_core, shape_of
 from capd_client.integrations.te_inspection import inspects
 from capd_client.protocol.kinds import ATTENTION, LINEAR, Kind
 
@@ -105,20 +106,14 @@ def _attention(module: Any) -> Site:
         mask = given.get("attention_mask")
         kind = given.get("attn_mask_type")
         return {
-            "attention_mask_shape": _shape_of(mask),
+            "attention_mask_shape": shape_of(mask),
             "attn_mask_type": default_kind if kind is None else str(kind),
+            **known,
         }
 
-    default_kind = str(module.attn_mask_type)
+    default_kind, known = str(module.attn_mask_type), of_core(module)
     layout = (("layout", str(module.qkv_format)),)
     return Site(module, ATTENTION, tuple(names[:3]), attributes=layout, describe=describe)
-
-
-def _shape_of(mask: Any) -> Any:
-    """Return the mask's shape. Cross-attention has two masks: return both shapes."""
-    if isinstance(mask, tuple):
-        return [_shape_of(one) for one in mask]
-    return None if mask is None else list(mask.shape)
 
 
 def _description_of(module: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch import nn
 from capd_client.hooks.function_sites import FunctionSite
 from capd_client.hooks.owners import is_owned
 from capd_client.hooks.sites import Site
+from capd_client.integrations.attention_facts import of_transformers
 from capd_client.integrations.callers import calls
 from capd_client.process.dynamo import traced_as
 from capd_client.protocol.kinds import ATTENTION
@@ -123,7 +124,15 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
     if utils is None:
         return {}
     return {
-        name: [Site(module, ATTENTION, function=_function_of(module.__class__, utils), attributes=_LAYOUT)]
+        name: [
+            Site(
+                module,
+                ATTENTION,
+                function=_function_of(module.__class__, utils),
+                attributes=_LAYOUT,
+                describe=of_transformers,
+            )
+        ]
         for name, module in model.named_modules()
         if is_attention(module)
     }

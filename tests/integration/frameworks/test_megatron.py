@@ -373,6 +373,8 @@ def test_records_carry_what_the_old_saver_kept(job: Job) -> None:
     assert core.records[0].metadata == {
         "attention_mask_shape": [1, 1, SEQUENCE, SEQUENCE],
         "attn_mask_type": "AttnMaskType.causal",
+        "softmax_scale": 0.5,
+        "attention_dropout": 0.0,
     }
 
 
