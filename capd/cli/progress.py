@@ -54,9 +54,9 @@ class Progress(StatusLine):
         self._done = self._nbytes = 0
         self.began = time.monotonic()
 
-    def add(self, nbytes: int) -> None:
-        """Count one more item."""
-        self._done += 1
+    def add(self, nbytes: int, items: int = 1) -> None:
+        """Count one more item, or several."""
+        self._done += items
         self._nbytes += nbytes
         self.draw(self.line(time.monotonic()))
 

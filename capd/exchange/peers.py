@@ -36,7 +36,8 @@ class ExportRequest:
     Attributes:
         repeat_weights: msprobe: write a weight for every call, not only for the call that captured it.
         scalars: Reads the scalars that were chosen, too.
-        left_out: The numbers of records that the tool has no word for, by reason. The writer fills it.
+        left_out: The numbers of records that are in no file, by reason, None for an unknown number. The writer adds.
+        remarks: The numbers of written records of which something must be said, by that. The writer fills it.
     """
 
     run_id: str
@@ -44,7 +45,12 @@ class ExportRequest:
     out: Path
     repeat_weights: bool = False
     scalars: Callable[[], Sequence[Scalar]] = tuple
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: dict[str, int | None] = field(default_factory=dict)
+    remarks: Counter[str] = field(default_factory=Counter)
+
+    def leave_out(self, reason: str, records: int = 1) -> None:
+        """Count records that are in no file."""
+        self.left_out[reason] = (self.left_out.get(reason) or 0) + records
 
 
 def export_for(name: str, request: ExportRequest) -> Iterator[ExportedFile]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["export"]
 
 _WITH_STATISTICS = ("parquet", "tensorboard")
+_WITHOUT_TENSORS = "they keep only statistics; --to parquet and --to tensorboard export those"
+# The numbers of records that are in no file, by reason; None if the number is not known.
+LeftOut = dict[str, int | None]
 
 Format = Literal["pt", "npz", "safetensors", "parquet", "csv", "msprobe", "sglang", "tensorboard"]
 
@@ -148,43 +150,59 @@ def export(
     everything = opened.find(attempt=attempt_of(attempt))
     found = [series for series in everything if all(test(series.key) for test in tests)]
     chosen = found if to in _WITH_STATISTICS else [series for series in found if series.kept == "tensor"]
-    if not chosen:
+    if not chosen and not (to == "tensorboard" and opened.scalars()):
         if found:
             raise NothingMatched(
                 f"only series of statistics match in {opened.path}; --to parquet and --to tensorboard export them"
             )
         raise keys.nothing_in(str(opened.path), (series.key for series in opened.series))
+    left_out: LeftOut = {}
     if len(chosen) < len(found):
+        without = [series for series in found if series.kept != "tensor"]
         note(
-            f"{len(found) - len(chosen):,} series keep only statistics and are left out; --to parquet exports them"
+            f"{human_count(len(without))} series keep only statistics and are left out; --to parquet exports them"
         )
+        left_out[_WITHOUT_TENSORS] = sum(map(len, without))
     if out is None:
         _say_how_much(chosen, Path(f"{opened.path.stem}-{to}"), to, as_json)
         return
     if cluster.is_used:
         on_cluster = ClusterExport(cluster, to, attempt_of(attempt), naming, jobs)
         with on_cluster.files(opened, chosen, out) as written:
-            _report(written, chosen, out, to, as_json)
+            _report(written, chosen, out, to, left_out, as_json=as_json)
         return
     if to in WRITERS:
-        scalars = partial(_scalars, opened, tests, attempt_of(attempt))
-        request = ExportRequest(opened.run_id, chosen, out, repeat_weights, scalars)
+        scalars = _Scalars(opened, tests, attempt_of(attempt), left_out)
+        request = ExportRequest(opened.run_id, chosen, out, repeat_weights, scalars, left_out)
         with settled_heap():
-            _report(export_for(to, request), chosen, out, to, as_json)
-        for reason, count in request.left_out.items():
-            note(f"{human_count(count, 'record')} left out, because {reason}")
-        return
+            _report(export_for(to, request), chosen, out, to, left_out, as_json=as_json)
+        for remark, count in request.remarks.items():
+            note(f"{human_count(count, 'record')} {remark}")
+        raise typer.Exit(scalars.code)
     with settled_heap():
-        _report(_files(opened.run_id, chosen, out, to, naming, jobs), chosen, out, to, as_json)
+        written = _files(opened.run_id, chosen, out, to, naming, jobs)
+        _report(written, chosen, out, to, left_out, as_json=as_json)
 
 
-def _scalars(opened: Store, tests: Tests, attempt: int | str) -> Sequence[Scalar]:
-    from capd.cli.store.scalar_tables import note_skipped
-    from capd.io.scalar_table import readable_scalars
+class _Scalars:
+    """Reads the scalars that were chosen. Those that cannot be read are named and left out.
 
-    read = readable_scalars(opened, tests, attempt)
-    note_skipped(read)
-    return read.found
+    Attributes:
+        code: The exit code: 4 if any could not be read.
+    """
+
+    def __init__(self, opened: Store, tests: Tests, attempt: int | str, left_out: LeftOut) -> None:
+        self._opened, self._tests, self._attempt, self._left_out = opened, tests, attempt, left_out
+        self.code = 0
+
+    def __call__(self) -> Sequence[Scalar]:
+        from capd.cli.store.scalar_tables import note_skipped
+        from capd.io.scalar_table import readable_scalars
+
+        read = readable_scalars(self._opened, self._tests, self._attempt)
+        self.code = note_skipped(read)
+        self._left_out.update({f"{one.name}: {one.reason}": None for one in read.skipped})
+        return read.found
 
 
 def _export_whole(
@@ -195,9 +213,11 @@ def _export_whole(
     from capd.cli.store.whole_tensors import chosen_tensors
     from capd.io.whole_tensors import export_whole_tensors
 
-    chosen, left_out = chosen_tensors(opened, tests, keys, attempt, to)
-    if left_out:
-        note(f"{left_out:,} tensors keep only statistics and are left out")
+    chosen, without = chosen_tensors(opened, tests, keys, attempt, to)
+    left_out: LeftOut = {}
+    if without:
+        note(f"{human_count(len(without), 'tensor')} left out: they keep only statistics")
+        left_out[_WITHOUT_TENSORS] = sum(map(len, without))
     if out is None:
         records = sum(map(len, chosen))
         what = f"{human_count(records, 'record')} of {human_count(len(chosen), 'whole tensor')}"
@@ -205,7 +225,8 @@ def _export_whole(
         document = {"directory": None, "format": to, "records": records, "tensors": len(chosen)}
         print_either(document, prose([said], 2), as_json=as_json)
         return
-    _report(export_whole_tensors(opened.run_id, chosen, out, to, naming), chosen, out, to, as_json)
+    written = export_whole_tensors(opened.run_id, chosen, out, to, naming)
+    _report(written, chosen, out, to, left_out, as_json=as_json)
 
 
 def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int | str, as_json: bool) -> int:
@@ -226,8 +247,9 @@ def _export_scalars(opened: Store, tests: Tests, out: Path | None, attempt: int 
         print_either(said, [f"{what}; nothing is written yet: -o {target} writes it"], as_json=as_json)
         return code
     file = export_scalars(found, out)
+    sizes = {"files": 1, "bytes": file.nbytes, "raw_bytes": file.raw_nbytes}
     print_either(
-        {**said, "files": 1, "bytes": file.nbytes, "raw_bytes": file.raw_nbytes},
+        {**said, **sizes, "left_out": _said({f"{one.name}: {one.reason}": None for one in read.skipped})},
         [f"{file.path}: {what}, {human_nbytes(file.nbytes)}"],
         as_json=as_json,
     )
@@ -266,10 +288,16 @@ def _files(
     return export_arrays(run_id, chosen, out, f".{to}")
 
 
+def _said(left_out: LeftOut) -> list[dict[str, Any]]:
+    return [{"reason": reason, "records": records} for reason, records in left_out.items()]
+
+
 def _report(
-    written: Iterator[ExportedFile], chosen: Sequence[Sized], out: Path, to: str, as_json: bool
-) -> None:
+    written: Iterator[ExportedFile], chosen: Sequence[Sized], out: Path, to: str, left_out: LeftOut, *, as_json: bool
+) -> None:  # fmt: skip
+    """Write all files, then say what was written. `left_out` is complete at the end, and its new entries are noted."""
     files = records = nbytes = raw_nbytes = 0
+    known = set(left_out)
     counted = {
         "parquet": (1, "tables"),
         "npz": (len(chosen), "series"),
@@ -278,12 +306,19 @@ def _report(
     total, what = counted.get(to) or (sum(map(len, chosen)), "records")
     with Progress(total, what) as progress:
         for file in written:
-            # Documents of a dump hold no record.
-            if file.records or to == "parquet":
-                progress.add(file.raw_nbytes)
+            progress.add(file.raw_nbytes, 1 if to in counted else file.records)
             files, records = files + 1, records + file.records
             nbytes, raw_nbytes = nbytes + file.nbytes, raw_nbytes + file.raw_nbytes
+    for reason, count in left_out.items():
+        if reason not in known and count is not None:
+            note(f"{human_count(count, 'record')} left out, because {reason}")
     where = {"directory": str(out), "format": to}
-    found = {"files": files, "records": records, "bytes": nbytes, "raw_bytes": raw_nbytes}
+    found = {
+        "files": files,
+        "records": records,
+        "bytes": nbytes,
+        "raw_bytes": raw_nbytes,
+        "left_out": _said(left_out),
+    }
     of = f"{human_count(records, 'record')} in {human_count(files, 'file')}"
     print_either({**where, **found}, [f"{out}: {of}, {human_nbytes(nbytes)}"], as_json=as_json)

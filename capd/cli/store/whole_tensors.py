@@ -155,8 +155,8 @@ def _moment_line(one: LogicalSeries, number: int) -> str:
 
 def chosen_tensors(
     store: Store, tests: Tests, keys: KeyOptions, attempt: int | str, to: str
-) -> tuple[list[LogicalSeries], int]:
-    """Return the selected whole tensors that keep their elements, with all their parts, and how many do not.
+) -> tuple[list[LogicalSeries], list[LogicalSeries]]:
+    """Return the selected whole tensors that keep their elements, with all their parts, and those that do not.
 
     Raises:
         ConfigError: The format has no whole tensors.
@@ -175,7 +175,7 @@ def chosen_tensors(
     for one in chosen:
         for moment in one.moments:
             one.shape(moment)
-    return chosen, len(found) - len(chosen)
+    return chosen, [one for one in found if one.kept != "tensor"]
 
 
 def _is_wanted(one: LogicalSeries, tests: Tests) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from capd.errors import CapdError, StoreError
+from capd.errors import CapdError, DamagedRecord, StoreError
 from capd.exchange.msprobe.layout import DumpTensor, RankStep, parents_of, rank_steps
 from capd.exchange.msprobe.names import parsed_node
 from capd.exchange.msprobe.numbers import entry_numbers
@@ -42,7 +42,7 @@ _SPARE_NBYTES = 1 << 20
 
 
 def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
-    """Write a dump below `request.out`. No file is replaced.
+    """Write a dump below `request.out`. No file is replaced. Records that are in no file are counted in `left_out`.
 
     Yields:
         Each file when it is whole. A rank's dump.json follows the tensors that it names.
@@ -56,6 +56,8 @@ def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
     steps = rank_steps(request.chosen, repeat_weights=request.repeat_weights)
     with locked_directory(request.out), _staging(request.out) as staging:
         for step in steps:
+            if step.crowded_out:
+                request.leave_out("another record has their place in dump.json", step.crowded_out)
             yield from _RankStepFiles(request, step, staging).written()
 
 
@@ -84,21 +86,28 @@ class _RankStepFiles:
         """Write all files and yield each."""
         data = self._directory / "dump_tensor_data"
         data.mkdir(parents=True, exist_ok=True)
-        has_tensors = False
+        has_tensors, numbers_alone = False, 0
         for tensor in self._step.tensors:
             record = tensor.series.record(tensor.number)
-            entry, values = _entry(tensor.series, record)
+            try:
+                entry, values = _entry(tensor.series, record)
+            except DamagedRecord:
+                raise
+            except CapdError:
+                self._request.leave_out("a part of their quantised tensor is missing", tensor.parts)
+                continue
             _put(self._entries.setdefault(tensor.node, _empty_entry(tensor.node)), tensor.path, entry)
             if values is None:
+                numbers_alone += 1
                 continue
             has_tensors = True
             entry["data_name"] = tensor.file_name
             self._origins[tensor.file_name] = _origin(tensor)
             nbytes = _save(values, self._staging / tensor.file_name, data / tensor.file_name)
-            yield ExportedFile(data / tensor.file_name, nbytes, 1, values.nbytes)
-        yield from self._documents(data, has_tensors)
+            yield ExportedFile(data / tensor.file_name, nbytes, tensor.parts, values.nbytes)
+        yield from self._documents(data, has_tensors, numbers_alone)
 
-    def _documents(self, data: Path, has_tensors: bool) -> Iterator[ExportedFile]:
+    def _documents(self, data: Path, has_tensors: bool, numbers_alone: int) -> Iterator[ExportedFile]:
         dump = {
             "task": "tensor" if has_tensors else "statistics",
             "level": "L0" if all(name.startswith("Module.") for name in self._entries) else "mix",
@@ -122,7 +131,10 @@ class _RankStepFiles:
             "dump.json": dump,
         }
         for name, document in documents.items():
-            yield ExportedFile(self._directory / name, _write_json(self._directory / name, document), 0, 0)
+            # A record of numbers alone is in dump.json.
+            records = numbers_alone if document is dump else 0
+            nbytes = _write_json(self._directory / name, document)
+            yield ExportedFile(self._directory / name, nbytes, records, 0)
 
 
 def _write_json(path: Path, document: Any) -> int:

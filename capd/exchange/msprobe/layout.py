@@ -21,13 +21,18 @@ Occurrence = tuple[Any, ...]
 
 
 class DumpTensor(NamedTuple):
-    """A record and where it goes: its node, its path in the entry of the node, the name of its file."""
+    """A record and where it goes: its node, its path in the entry of the node, the name of its file.
+
+    Attributes:
+        parts: The number of records in it: those of a quantised tensor that is written as a whole, otherwise 1.
+    """
 
     series: Series
     number: int
     node: str
     path: tuple[str | int | None, ...]
     file_name: str
+    parts: int = 1
 
 
 class _Taken(NamedTuple):
@@ -43,13 +48,18 @@ class _Taken(NamedTuple):
 
 @dataclass
 class RankStep:
-    """The records of one rank in one iteration, in capture order, and the moments of the nodes."""
+    """The records of one rank in one iteration, in capture order, and the moments of the nodes.
+
+    Attributes:
+        crowded_out: The number of records whose places in dump.json have other records.
+    """
 
     rank: int
     iteration: int
     tensors: list[DumpTensor] = field(default_factory=list)
     moments: dict[str, dict[str, Any]] = field(default_factory=dict)
     found: list[_Taken] = field(default_factory=list)
+    crowded_out: int = 0
 
 
 def rank_steps(chosen: Sequence[Series], *, repeat_weights: bool) -> list[RankStep]:
@@ -107,21 +117,34 @@ def _number(step: RankStep, repeat_weights: bool) -> None:
     ordinals: dict[str, dict[Occurrence, int]] = {}
     found = sorted(step.found, key=lambda one: one.time_ns)
     step.found = []
-    taken: set[tuple[str, tuple[Any, ...]]] = set()
+    # By place, the index in step.tensors and the whole tensor there, None for a plain one.
+    taken: dict[tuple[str, tuple[Any, ...]], tuple[int, Any]] = {}
     for one in found:
         node = one.node
         if not node:
             known = ordinals.setdefault(one.base, {})
             node = f"{one.base}.{one.place.direction}.{known.setdefault(one.occurrence, len(known))}"
-        # A further part of a quantised tensor belongs to the whole tensor that is there already.
-        if (node, one.place.path) in taken and one.place.path[-1] is not None:
+        whole, place = _whole(one), (node, one.place.path)
+        if place in taken and one.place.path[-1] is not None:
+            index, there = taken[place]
+            # A further part of a quantised tensor belongs to the whole tensor that is there already.
+            if whole is not None and whole == there:
+                step.tensors[index] = step.tensors[index]._replace(parts=step.tensors[index].parts + 1)
+            else:
+                step.crowded_out += 1
             continue
-        taken.add((node, one.place.path))
+        taken[place] = len(step.tensors), whole
         file_name = one.file_name or f"{node}.{one.place.ending}.pt"
         step.tensors.append(DumpTensor(one.series, one.number, node, one.place.path, file_name))
         step.moments.setdefault(node, _moment(one.occurrence))
     if repeat_weights:
-        _repeat(step, found, ordinals, taken)
+        _repeat(step, found, ordinals, set(taken))
+
+
+def _whole(one: _Taken) -> tuple[str, str] | None:
+    """Return quant type and class of the whole tensor of a part, None for a tensor that is no part."""
+    kind = class_of(one.series.attributes)
+    return None if kind is None else (one.series.key.quant_type, kind)
 
 
 def _moment(occurrence: Occurrence) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from capd.store.read.store import open_store
 from capd_client.protocol.key import Moment
+from tests.kit.exchange.layouts import UNRELATED, laid_out_run
 from tests.kit.exchange.sharded import sharded_run, whole
 from tests.kit.store.cli import Result, StoreWriter, linear_key
 
@@ -35,9 +36,9 @@ def test_a_file_has_the_tensor_and_says_how_it_is_split(capd: Capd, run: Path, t
             for p in (tmp_path / "exp").glob("*rank=0___*.pt")}  # fmt: skip
     assert dims == {
         "blocks.blocks.0.mlp.fc1.forward.weight": "d0[tp] d1",
-        "blocks.blocks.0.mlp.fc1.forward.input": "d0 d1 # tp:replicated",
-        "blocks.blocks.0.mlp.fc1.forward.output": "d0 d1[tp]",
-        "blocks.blocks.0.mlp.fc1.backward.grad_input": "d0[tp:partial] d1",
+        "blocks.blocks.0.mlp.fc1.forward.input": "s d1 # tp:replicated",
+        "blocks.blocks.0.mlp.fc1.forward.output": "s d1[tp]",
+        "blocks.blocks.0.mlp.fc1.backward.grad_input": "s[tp:partial] d1",
     }
 
 
@@ -62,9 +63,53 @@ def test_what_was_exported_becomes_the_same_records_again(capd: Capd, run: Path,
     )
 
 
+def test_parts_whose_places_nobody_knows_make_no_claim(capd: Capd, tmp_path: Path) -> None:
+    run = laid_out_run(tmp_path / "captures")
+
+    done = capd("export", run, "--to", "sglang", "-o", tmp_path / "out", "--json")
+
+    metas = {
+        path.name.split("forward.")[1].split("___")[0]: torch.load(path, weights_only=True)["meta"]
+        for path in (tmp_path / "out" / "exp").glob("*rank=0___*.pt")
+    }
+    assert UNRELATED in metas
+    assert not {"dims", "megatron_parallel_info"} & metas[UNRELATED].keys()
+    assert metas[UNRELATED]["capd"]["attributes"] == {"tp_rank": 0, "tp_size": 2}
+    assert metas["weight.fsdp"]["dims"] == "d0[tp,dp] d1 # dp:=moe_dp"
+    assert metas["weight.stage"]["dims"] == "d0 d1"
+    assert metas["input.ordered"]["dims"] == "s[cp:zigzag] d1"
+    assert (done.code, done.json["records"], done.json["left_out"]) == (0, 13, [])
+    assert "2 records say nothing of how the parts of their ranks belong together" in done.err
+
+
+def test_a_tensor_of_one_rank_has_plain_dimensions(capd: Capd, tmp_path: Path) -> None:
+    run = laid_out_run(tmp_path / "captures")
+
+    done = capd("export", run, "--to", "sglang", "--rank", "1", "--tensor", UNRELATED, "-o", tmp_path / "out")
+
+    [path] = (tmp_path / "out" / "exp").iterdir()
+    assert (done.code, done.err) == (0, "")
+    assert torch.load(path, weights_only=True)["meta"]["dims"] == "d0 d1"
+
+
+def test_names_that_had_to_be_changed_stay_different(capd: Capd, tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "captures")
+    ends = ["a" * 300, "b" + "a" * 300, "x y", "x_y", "x___y"]
+    for module in ends:
+        key = linear_key(module=module, quant_type="q" * 200)
+        writer.put("exp", key, np.ones((2, 2), np.float32), "float32", Moment())
+    run = writer.close() / "exp.zarr"
+
+    done = capd("export", run, "--to", "sglang", "-o", tmp_path / "out")
+
+    assert (done.code, done.err) == (0, "")
+    names = {path.name.split("name=")[1].split("___")[0] for path in (tmp_path / "out" / "exp").iterdir()}
+    assert len(names) == len(ends)
+
+
 def test_a_file_of_the_dumper_gets_key_and_placements_from_its_tags(capd: Capd, tmp_path: Path) -> None:
-    value = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    meta = {"dims": "t h[tp] # cp:replicated", "world_rank": 1, "recompute_status": "disabled",
+    value = torch.arange(6, dtype=torch.bfloat16).view(2, 1, 3)
+    meta = {"dims": "t 1 h[tp] # cp:replicated", "world_rank": 1, "recompute_status": "disabled",
             "sglang_parallel_info": {"tp_rank": 1, "tp_size": 4, "cp_rank": 0, "cp_size": 2}}  # fmt: skip
     directory = tmp_path / "dump" / "exp"
     directory.mkdir(parents=True)
@@ -86,7 +131,8 @@ def test_a_file_of_the_dumper_gets_key_and_placements_from_its_tags(capd: Capd, 
     )
     assert (series.key.quant_type, record.iteration) == ("bf16", 7)
     assert record.attributes == {
-        "tp_rank": 1, "tp_size": 4, "tp_placement": "S(1)", "cp_rank": 0, "cp_size": 2, "cp_placement": "R",
+        "tp_rank": 1, "tp_size": 4, "tp_placement": "S(2)", "cp_rank": 0, "cp_size": 2, "cp_placement": "R",
+        "mesh": ["tp", "cp"],
     }  # fmt: skip
     assert torch.equal(series.torch(0), value)
     assert record.metadata["recompute_status"] == "disabled"
@@ -129,9 +175,11 @@ def test_what_the_comparator_has_no_word_for_is_left_out_and_counted(capd: Capd,
     writer.put("exp", linear_key(tensor_name="input"), bits, "float32", Moment())
     run = writer.close() / "exp.zarr"
 
-    done = capd("export", run, "--to", "sglang", "-o", tmp_path / "out")
+    done = capd("export", run, "--to", "sglang", "-o", tmp_path / "out", "--json")
 
     assert done.code == 0
     assert "1 record left out" in done.err
+    [left_out] = done.json["left_out"]
+    assert (left_out["records"], "S(0):2" in left_out["reason"]) == (1, True)
     assert "S(0):2" in done.err
     assert len(list((tmp_path / "out" / "exp").iterdir())) == 1

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from capd.cli.app import main
+from tests.kit.exchange.layouts import JOINED, UNRELATED, laid_out_run, whole_run
 from tests.kit.exchange.sharded import sharded_run
 from tests.kit.paths import REPOSITORY
 
@@ -26,21 +27,34 @@ pytestmark = pytest.mark.skipif(
 
 
 def exported(root: Path, factor: float) -> Path:
-    run = sharded_run(root / "captures", "exp", factor)
+    return written(sharded_run(root / "captures", "exp", factor), root)
+
+
+def written(run: Path, root: Path) -> Path:
     with pytest.raises(SystemExit) as end:
         main(["export", str(run), "--to", "sglang", "-o", str(root / "files")])
     assert not end.value.code
     return root / "files" / "exp"
 
 
-def compared(baseline: Path, target: Path, report: Path) -> tuple[int, dict[str, bool], dict[str, Any]]:
+def compared(
+    baseline: Path, target: Path, report: Path, *options: str
+) -> tuple[int, dict[str, bool], dict[str, Any]]:
     """The exit code, whether each tensor passed, and the summary."""
     command = [sys.executable, "-m", "tests.kit.exchange.sglang_comparator", PACKAGES]
-    command += ["--baseline-path", str(baseline), "--target-path", str(target), "--report-path", str(report)]
+    command += [
+        "--baseline-path",
+        str(baseline),
+        "--target-path",
+        str(target),
+        "--report-path",
+        str(report),
+        *options,
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     passed = {
-        one["name"].rpartition(".")[2]: one["diff"]["passed"]
+        one["name"].partition("forward.")[2] or one["name"].rpartition(".")[2]: one["diff"]["passed"]
         for one in lines
         if one["type"] == "comparison_tensor"
     }
@@ -64,3 +78,16 @@ def test_a_weight_that_is_a_tenth_larger_fails_alone(tmp_path: Path) -> None:
 
     assert code != 0
     assert passed == {"weight": False, "input": True, "output": True, "grad_input": True}
+
+
+def test_all_layouts_equal_one_rank_and_nothing_is_said_of_unknown_places(tmp_path: Path) -> None:
+    one = written(whole_run(tmp_path / "one"), tmp_path / "one")
+    several = written(laid_out_run(tmp_path / "several"), tmp_path / "several")
+
+    for baseline, target in ((one, several), (several, one)):
+        code, passed, summary = compared(baseline, target, tmp_path / "report.jsonl")
+        assert (code, passed) == (0, dict.fromkeys(sorted(JOINED), True))
+        assert (summary["failed"], summary["errored"], summary["skipped"]) == (0, 0, 1)
+
+    code, passed, summary = compared(several, several, tmp_path / "raw.jsonl", "--preset", "raw")
+    assert (code, passed[UNRELATED], summary["passed"]) == (0, True, 13)
