@@ -46,9 +46,12 @@ class StatusLine:
 
 
 class Progress(StatusLine):
-    """A bar with done and total counts, bytes, rate and time left. `what` names the counted items, such as "files"."""
+    """A bar with done and total counts, bytes, rate and time left. `what` names the counted items, such as "files".
 
-    def __init__(self, total: int, what: str, *, drawn: bool | None = None) -> None:
+    Without a total there are only the count, bytes and rate.
+    """
+
+    def __init__(self, total: int | None, what: str, *, drawn: bool | None = None) -> None:
         super().__init__(drawn=drawn)
         self._total, self._what = total, what
         self._done = self._nbytes = 0
@@ -62,18 +65,20 @@ class Progress(StatusLine):
 
     def line(self, now: float) -> str:
         """Return the bar at the time `now` (monotonic)."""
-        filled = _CELLS * self._done // max(1, self._total)
         passed = max(1e-3, now - self.began)
-        return (
-            f"[{'#' * filled}{'.' * (_CELLS - filled)}] {human_count(self._done)} of {human_count(self._total)} "
-            f"{self._what}, {human_nbytes(self._nbytes)}, {human_nbytes(self._nbytes / passed)}/s{self._left(passed)}"
-        )
+        sizes = f"{self._what}, {human_nbytes(self._nbytes)}, {human_nbytes(self._nbytes / passed)}/s"
+        if self._total is None:
+            return f"{human_count(self._done)} {sizes}"
+        filled = _CELLS * min(self._done, self._total) // max(1, self._total)
+        bar = f"[{'#' * filled}{'.' * (_CELLS - filled)}]"
+        of = f"{human_count(self._done)} of {human_count(self._total)}"
+        return f"{bar} {of} {sizes}{self._left(passed, self._total)}"
 
-    def _left(self, passed: float) -> str:
+    def _left(self, passed: float, total: int) -> str:
         """Return the time left in words, from the mean time of an item so far. It is unknown in the first seconds."""
         if not self._done or passed < _FIRST_S:
             return ""
-        seconds = round(passed * max(0, self._total - self._done) / self._done)
+        seconds = round(passed * max(0, total - self._done) / self._done)
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

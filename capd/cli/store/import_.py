@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +13,12 @@ from capd.cli.options import Config, Json, StoreRoot, local_path, option
 from capd.cli.output import human_count, human_nbytes, print_either
 from capd.cli.progress import Progress
 from capd.cli.sources import LayerBase
-from capd.errors import NO_SPACE, ConfigError, NothingMatched, StoreError, StoreFull
-from capd.exchange.recognise import TOOLS, FoundFiles, Tool, found_files
+from capd.errors import NO_SPACE, ConfigError, StoreError, StoreFull
+from capd.exchange.recognise import TOOLS, FoundFiles, Tool
 from capd_client.process.text import printable
 
 if TYPE_CHECKING:
     from capd.config import DaemonSettings
-    from capd.exchange.megatron.layers import PipelineLayout
     from capd.pt_files.import_ import Outcome
 
 __all__ = ["import_files"]
@@ -43,11 +41,26 @@ def import_files(
     layer_base: LayerBase = 0,
     peer: Annotated[
         Tool | None,
-        option("--from", "TOOL", f"Only files of this tool: {', '.join(TOOLS)} [default: by the names]."),
+        option("--from", "TOOL", f"Only files of this tool: {', '.join(TOOLS)} [default: by their names]."),
+    ] = None,
+    tensor_ranks: Annotated[
+        int | None,
+        option(
+            "--tp", "N", "megatron: tensor parallel ranks [default: those of the files].", min=1, max=99_999
+        ),
     ] = None,
     stages: Annotated[
-        int, option("--pp", "N", "megatron: pipeline stages of the job.", min=1, max=99_999)
-    ] = 1,
+        int | None,
+        option(
+            "--pp", "N", "megatron: pipeline stages of the job; files of several need it.", min=1, max=99_999
+        ),
+    ] = None,
+    expert_ranks: Annotated[
+        int | None,
+        option(
+            "--ep", "N", "megatron: expert parallel ranks [default: those of the files].", min=1, max=99_999
+        ),
+    ] = None,
     chunks: Annotated[
         int, option("--vpp", "N", "megatron: model chunks of each stage.", min=1, max=9_999)
     ] = 1,
@@ -90,6 +103,8 @@ def import_files(
     """
     from capd.config import load_daemon_settings
     from capd.exchange.megatron.layers import PipelineLayout
+    from capd.exchange.megatron.ranks import AxisSizes
+    from capd.exchange.recognise import FileFacts, found_files
     from capd.server.heap import settled_heap
     from capd.server.runs.names import check_run_id
 
@@ -97,33 +112,17 @@ def import_files(
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; name the one that holds the tensor files")
     name = check_run_id(run_id or _run_name(directory))
-    pipeline = PipelineLayout(stages, chunks, layers or 0)
-    found = _found(directory, peer, pipeline, layer_base)
-    with settled_heap(), Progress(found.number, "files") as progress:
+    pipeline = PipelineLayout(stages or 1, chunks, layers or 0)
+    sizes = AxisSizes(tensor_ranks, stages, expert_ranks)
+    found = found_files(directory, peer, FileFacts(layer_base, sizes, pipeline))
+    with settled_heap(), Progress(found.records, "records") as progress:
         outcomes = _Outcomes(progress)
         _import(settings, name, found, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
-    document = {"run": str(run), "format": found.tool, "files": found.number, **outcomes.plain()}
-    print_either(document, [f"{run}: {outcomes}"], as_json=as_json)
+    document = {"run": str(run), "format": found.tool, "files": found.files, **outcomes.plain()}
+    of = f"of {human_count(found.files, 'file')}"
+    print_either(document, [f"{run}: {outcomes} {of}"], as_json=as_json)
     raise typer.Exit(1 if outcomes.skipped else 0)
-
-
-def _found(directory: Path, peer: Tool | None, pipeline: PipelineLayout, layer_base: int) -> FoundFiles:
-    """Return what is to import."""
-    from capd.pt_files.files import find_files
-    from capd.pt_files.import_ import import_files, load_file
-
-    found = found_files(directory, peer, pipeline)
-    if found is not None:
-        return found
-    if peer is not None:
-        raise NothingMatched(f"no file of {peer} in {directory}; leave --from out to import .pt files")
-    files, load = find_files(directory), partial(load_file, layer_base=layer_base)
-    if not files:
-        raise NothingMatched(
-            f"no .pt, .pth or .pkl file in {directory}, and no file of {', '.join(TOOLS)} (docs/exchange.md)"
-        )
-    return FoundFiles("pt", len(files), lambda run, **how: import_files(run, files, load=load, **how))
 
 
 def _run_name(directory: Path) -> str:
@@ -202,7 +201,7 @@ class _Outcomes:
         }
 
     def __str__(self) -> str:
-        parts = [f"{human_count(self.imported, 'file')} imported ({human_nbytes(self.raw_nbytes)} raw)"]
+        parts = [f"{human_count(self.imported, 'record')} imported ({human_nbytes(self.raw_nbytes)} raw)"]
         parts += [f"{human_count(self.already)} there already"] if self.already else []
         parts += [f"{human_count(len(self.skipped))} skipped"] if self.skipped else []
         return ", ".join(parts)

@@ -8,12 +8,14 @@ ranks with data-parallel rank 0 write, and only their last micro-batch. Source: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from capd.errors import ConfigError
 from capd.exchange.megatron.layers import PipelineLayout
+from capd.exchange.megatron.ranks import AxisRanks, AxisSizes, name_numbers, ranks_and_sizes
 from capd.exchange.quant_types import quant_type_of
 from capd.pt_files.dictionary import foreign_capture
 from capd.pt_files.files import TensorFile, find_files
@@ -22,11 +24,10 @@ from capd.pt_files.load import load_tensor_file, opened
 from capd.pt_files.pickle_scan import BadTensorFile
 from capd.pt_files.writer import ImportedRecord
 
-__all__ = ["MegatronFile", "megatron_files"]
+__all__ = ["MegatronFile", "megatron_files", "saved_files"]
 
 KINDS = {"activations": "forward", "dgrads": "backward", "wgrads": "backward"}
 _ITERATION = re.compile(r"iter_(\d{7,12})\Z")
-_RANKS = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?\.pth\Z")
 _CHUNK = re.compile(r"model_chunk(\d{1,4})\Z")
 # The name of a tensor ends with what it is to its module.
 _TENSORS = {
@@ -36,23 +37,36 @@ _TENSORS = {
 _MOST_TENSORS = 100_000
 
 
-def megatron_files(root: Path, pipeline: PipelineLayout) -> list[MegatronFile]:
-    """Return the files below `root` in the order of kind, iteration and ranks. Raises OSError if it cannot be read."""
-    found = [one for file in find_files(root) if (one := _megatron_file(file, pipeline)) is not None]
-    tp, pp, ep = (1 + max((one.ranks[axis] for one in found), default=0) for axis in range(3))
-    found = [replace(one, sizes=(tp, pp, ep)) for one in found]
+def saved_files(root: Path) -> list[TensorFile]:
+    """Return the files below `root` that have the names of such files. Raises OSError if it cannot be read."""
+    return [
+        file for file in find_files(root) if _iteration(file) is not None and name_numbers(file.file_name)
+    ]
+
+
+def megatron_files(
+    files: Sequence[TensorFile], sizes: AxisSizes, pipeline: PipelineLayout
+) -> list[MegatronFile]:
+    """Return what is in files of one job, in the order of kind, iteration and ranks.
+
+    Raises:
+        ConfigError: A name can be read in two ways, or the files contradict the sizes or are of several jobs.
+    """
+    jobs = sorted({file.directory.parent.parent for file in files})
+    if len(jobs) > 1:
+        raise ConfigError(f"{jobs[0]} and {jobs[1]} are of several jobs; import each by itself")
+    names = [name_numbers(file.file_name) or () for file in files]
+    ranks, all_sizes = ranks_and_sizes(names, sizes)
+    found = [
+        MegatronFile(file, file.directory.parent.name, _iteration(file) or 0, own, pipeline, all_sizes)
+        for file, own in zip(files, ranks, strict=True)
+    ]
     return sorted(found, key=lambda one: (one.kind, one.iteration, one.ranks))
 
 
-def _megatron_file(file: TensorFile, pipeline: PipelineLayout) -> MegatronFile | None:
-    iteration, ranks = _ITERATION.match(file.directory.name), _RANKS.match(file.file_name)
-    kind = file.directory.parent.name
-    if iteration is None or ranks is None or kind not in KINDS:
-        return None
-    # Without a pipeline the second number is the expert's rank.
-    tp, second, third = (None if text is None else int(text) for text in ranks.groups())
-    pp, ep = (second, third) if pipeline.stages > 1 or third is not None else (None, second)
-    return MegatronFile(file, kind, int(iteration[1]), (tp or 0, pp or 0, ep or 0), pipeline)
+def _iteration(file: TensorFile) -> int | None:
+    match = _ITERATION.match(file.directory.name)
+    return None if match is None or file.directory.parent.name not in KINDS else int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +76,15 @@ class MegatronFile:
     Attributes:
         kind: activations, dgrads or wgrads.
         ranks: The ranks of tensor, pipeline and expert parallelism.
-        sizes: How many ranks of each wrote files.
+        sizes: The sizes of tensor, pipeline and expert parallelism.
     """
 
     file: TensorFile
     kind: str
     iteration: int
-    ranks: tuple[int, int, int]
+    ranks: AxisRanks
     pipeline: PipelineLayout
-    sizes: tuple[int, int, int] = (1, 1, 1)
+    sizes: tuple[int, int, int]
 
     def read(self) -> Iterator[ImportedRecord | Outcome]:
         """Yield the tensors of the file, and the reason for each value that is none.
@@ -79,11 +93,6 @@ class MegatronFile:
             BadTensorFile: It is no such file.
             OSError: It cannot be read.
         """
-        stage = self.ranks[1]
-        if stage >= self.pipeline.stages:
-            raise BadTensorFile(
-                f"it is of stage {stage} of the pipeline; give --pp {stage + 1} or more, and --layers"
-            )
         with opened(self.file.path) as stream:
             found = load_tensor_file(stream)
         chunks = {match: value for name, value in _items(found) if (match := _CHUNK.match(name))}
@@ -91,12 +100,14 @@ class MegatronFile:
             raise BadTensorFile(
                 'it has no "model_chunk0", so it is not of --save-activations, --save-dgrads or --save-wgrads'
             )
+        numbers = sorted(int(match[1]) for match in chunks)
+        if numbers != list(range(self.pipeline.chunks)):
+            raise BadTensorFile(
+                f"it has {len(chunks)} model chunks, the last with number {numbers[-1]}, and --vpp says "
+                f"{self.pipeline.chunks}; give --vpp {numbers[-1] + 1}, and --layers"
+            )
         for match, tensors in chunks.items():
             chunk = int(match[1])
-            if chunk >= self.pipeline.chunks:
-                raise BadTensorFile(
-                    f"it has model chunk {chunk}; give --vpp {chunk + 1} or more, and --layers"
-                )
             for name, value in _items(tensors):
                 yield self._record(chunk, name, value)
 
@@ -135,8 +146,8 @@ class MegatronFile:
         if layer is not None:
             key["layer"] = layer
         attributes: dict[str, Any] = {}
-        for name, rank, size in zip(("tp", "pp", "ep"), self.ranks, sizes, strict=True):
-            attributes |= {f"{name}_rank": rank, f"{name}_size": size}
+        for axis, rank, size in zip(AxisRanks._fields, self.ranks, sizes, strict=True):
+            attributes |= {f"{axis}_rank": rank, f"{axis}_size": size}
         return key, attributes, {"megatron_name": name, "micro_batch": "the last of the iteration"}
 
 

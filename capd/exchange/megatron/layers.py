@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from capd.errors import ConfigError
+from capd.pt_files.pickle_scan import BadTensorFile
 
 __all__ = ["PipelineLayout"]
 
@@ -42,10 +43,19 @@ class PipelineLayout:
         return (chunk * self.stages + stage) * (self.layers // (self.stages * self.chunks))
 
     def placed(self, module: str, stage: int, chunk: int) -> tuple[str, int | None, str]:
-        """Return a module's name in the model, its layer, and the name before its layers (encoder, decoder)."""
+        """Return a module's name in the model, its layer, and the name before its layers (encoder, decoder).
+
+        Raises:
+            BadTensorFile: The chunk has no such layer.
+        """
         match = _LAYER.match(module)
         if match is None:
             return module, None, ""
+        own = self.layers // (self.stages * self.chunks)
+        if self.layers and int(match["number"]) >= own:
+            raise BadTensorFile(
+                f"it is in layer {int(match['number'])} of a chunk, and --layers, --pp and --vpp give chunks of {own}"
+            )
         layer = int(match["number"]) + self.offset(stage, chunk)
         before = match["before"].removesuffix("layers.").rstrip(".")
         return f"{match['before']}{layer}{match['after']}", layer, before.rpartition(".")[2]

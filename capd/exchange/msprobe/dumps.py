@@ -12,7 +12,10 @@ from capd.exchange.msprobe.json_stream import header_of
 from capd.pt_files.load import opened
 from capd.pt_files.pickle_scan import BadTensorFile
 
-__all__ = ["Dump", "find_dumps"]
+__all__ = ["TENSORS", "Dump", "find_dumps"]
+
+TENSORS = "dump_tensor_data"
+"""The name of the directory of a dump that has its tensors."""
 
 _STEP = re.compile(r"step(\d{1,18})")
 _RANK = re.compile(r"rank(\d{1,9})")
@@ -47,7 +50,7 @@ def _directories(root: Path) -> Iterator[Path]:
         here = Path(place)
         if len(here.relative_to(root).parts) >= _DEPTH:
             below.clear()
-        below[:] = sorted(name for name in below if name != "dump_tensor_data")
+        below[:] = sorted(name for name in below if name != TENSORS)
         if "dump.json" in files:
             yield here
 
