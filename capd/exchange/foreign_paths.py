@@ -12,7 +12,7 @@ __all__ = ["files_below"]
 
 
 def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[TensorFile]:
-    """Return the files below `root` whose names are wanted, by path. Symbolic links are not followed.
+    """Return the files below `root` whose names are wanted, by path, including symbolic links, which are not followed.
 
     Raises:
         OSError: `root` itself cannot be read.
@@ -24,6 +24,10 @@ def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[TensorFile
     for directory, _, names in os.walk(root):
         for name in filter(is_wanted, names):
             path = Path(directory, name)
-            if not path.is_symlink():
-                found.append(TensorFile(path.parent, name, path.lstat().st_size))
+            try:
+                nbytes = path.lstat().st_size
+            except OSError:
+                # Opening the file reports the reason.
+                nbytes = 0
+            found.append(TensorFile(path.parent, name, nbytes))
     return sorted(found, key=lambda file: str(file.path))

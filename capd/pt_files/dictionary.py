@@ -248,9 +248,8 @@ def _standard(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _key(said: Mapping[str, Any], layer_base: int) -> Key:
     layer = said.get("layer_idx")
     if isinstance(layer, int) and layer < layer_base:
-        raise BadTensorFile(
-            f"its layer is {layer}, below --layer-base {layer_base}; import it with --layer-base 0"
-        )
+        advice = f", below --layer-base {layer_base}; import it with --layer-base 0" if layer >= 0 else ""
+        raise BadTensorFile(f"its layer is {layer}{advice}")
     fields = {
         "quant_type": said["quant_type"],
         "rank": said.get("rank", 0),

@@ -42,9 +42,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         if path.is_symlink():
             raise BadTensorFile("it is a symbolic link, which is not followed") from None
         raise BadTensorFile(f"it cannot be opened: {error.strerror}") from None
+    # Python refuses to open a directory, and leaves its descriptor open then.
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BadTensorFile("it is no regular file")
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise BadTensorFile("it is no regular file")
         yield file
 
 

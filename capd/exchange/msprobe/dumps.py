@@ -20,18 +20,27 @@ TENSORS = "dump_tensor_data"
 _STEP = re.compile(r"step(\d{1,18})")
 _RANK = re.compile(r"rank(\d{1,9})")
 _PROCESS = re.compile(r"proc(\d{1,18})")
+_NUMBERED = re.compile(r"(?:step|rank|proc)[-+]?\d+")
+_BESIDE = (TENSORS, "construct.json", "stack.json")
 _DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """One rank in one step. process: the process id if the rank is unknown. time_ns: when dump.json was written."""
+    """One rank in one step.
+
+    Attributes:
+        process: The process id if the rank is unknown.
+        time_ns: When dump.json was written.
+        problem: Why the names of its directories cannot be read, "" if they can.
+    """
 
     directory: Path
     iteration: int
     rank: int
     process: int | None
     time_ns: int
+    problem: str = ""
 
 
 def find_dumps(root: Path) -> list[Dump]:
@@ -58,9 +67,12 @@ def _directories(root: Path) -> Iterator[Path]:
 def _is_dump(path: Path) -> bool:
     try:
         with opened(path) as file:
-            return header_of(file) is not None
+            if header_of(file) is not None:
+                return True
     except (BadTensorFile, OSError):
-        return False
+        pass
+    # A damaged one is named and skipped. Only what is beside it tells that it is one.
+    return any(os.path.lexists(path.with_name(name)) for name in _BESIDE)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int | None:
@@ -74,4 +86,11 @@ def _dump(place: Path, processes: list[int]) -> Dump:
     step = _number(_STEP, place.parent.name)
     if step is None:
         step = _number(_STEP, place.name)
-    return Dump(place, step or 0, rank or 0, process, (place / "dump.json").stat().st_mtime_ns)
+    unknown = [
+        name
+        for name, number in ((place.parent.name, step), (place.name, rank if process is None else process))
+        if number is None and _NUMBERED.fullmatch(name)
+    ]
+    problem = f"the number of its directory {unknown[0][:80]!r} is none that a job has" if unknown else ""
+    time_ns = (place / "dump.json").lstat().st_mtime_ns
+    return Dump(place, step or 0, rank or 0, process, time_ns, problem)

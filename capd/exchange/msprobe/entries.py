@@ -77,6 +77,10 @@ def capture_of_entry(
     parts = parsed_node(node)
     if parts is None:
         raise BadTensorFile(f"{node[:80]!r} is no name of a module's or function's call")
+    try:
+        ".".join((node, *map(str, path))).encode()
+    except UnicodeEncodeError:
+        raise BadTensorFile("its name has half of a character, which no text can keep") from None
     if len(parts.module) > MAX_NAME_CHARS or max((len(str(one)) for one in path), default=0) > 200:
         raise BadTensorFile("its name is too long")
     said: dict[str, Any] = {"node": node, "path": list(path), "recompute": "unknown"}
@@ -94,7 +98,7 @@ def capture_of_entry(
         }
     metadata = json.dumps({"msprobe": said})
     if len(metadata) > MAX_METADATA_NBYTES:
-        raise BadTensorFile(f"its names take more than {MAX_METADATA_NBYTES} bytes")
+        raise BadTensorFile(f"its names and numbers take more than {MAX_METADATA_NBYTES} bytes")
     moment = Moment(iteration=dump.iteration, call=parts.call, time_ns=dump.time_ns + order)
     attributes = {"class": parts.kind[:200]} if parts.kind else {}
     needs_grad = told.get("requires_grad") is True

@@ -49,8 +49,13 @@ class DumpedTensor:
         name = self.told.get("data_name")
         if is_plain_name(name):
             return self.dump.directory / "dump_tensor_data" / str(name)
-        where = ".".join([self.node[:_SHOWN_CHARS], *map(str, self.place)])[:_SHOWN_CHARS]
-        return self.dump.directory / f"dump.json: {where}"
+        where = self.entry
+        return self.dump.directory / (f"dump.json: {where}" if where else "dump.json")
+
+    @property
+    def entry(self) -> str:
+        """The node and the place of the tensor in it, as far as a message shows them."""
+        return ".".join(filter(None, [self.node[:_SHOWN_CHARS], *map(str, self.place)]))[:_SHOWN_CHARS]
 
     @property
     def capture(self) -> tuple[bytes, int]:
@@ -70,6 +75,9 @@ def dumped_tensors(dumps: Iterable[Dump]) -> Iterator[DumpedTensor]:
 
 def _tensors_in(dump: Dump) -> Iterator[DumpedTensor]:
     order = 0
+    if dump.problem:
+        yield DumpedTensor(dump, "", (), {}, 1, problem=dump.problem)
+        return
     try:
         with opened(dump.directory / "dump.json") as file:
             for node, entry in entries_of(file):
@@ -81,7 +89,8 @@ def _tensors_in(dump: Dump) -> Iterator[DumpedTensor]:
                 except BadTensorFile as error:
                     yield DumpedTensor(dump, node, (), {}, order, problem=str(error))
     except (BadTensorFile, OSError) as error:
-        yield DumpedTensor(dump, "", (), {}, order + 1, problem=f"the rest of it cannot be read: {error}")
+        what = "the rest of it cannot be read" if order else "it cannot be read"
+        yield DumpedTensor(dump, "", (), {}, order + 1, problem=f"{what}: {error}")
 
 
 def _nbytes(dump: Dump, told: dict[str, Any]) -> int:
@@ -103,6 +112,16 @@ def load_dumped(source: DumpedTensor) -> ImportedRecord:
     """
     if source.problem:
         raise BadTensorFile(source.problem)
+    try:
+        return _loaded(source)
+    except BadTensorFile as error:
+        if is_plain_name(source.told.get("data_name")):
+            # Several entries may name one file.
+            raise BadTensorFile(f"{source.entry}: {error}") from None
+        raise
+
+
+def _loaded(source: DumpedTensor) -> ImportedRecord:
     told, dtype = source.told, None
     if "data_name" in told:
         dtype, bits = bits_of(_tensor(source))

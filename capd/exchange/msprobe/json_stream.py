@@ -81,8 +81,11 @@ class _Reader:
             except json.JSONDecodeError as error:
                 if self._ended:
                     raise BadTensorFile(f"its JSON is cut off or damaged: {error.msg}") from None
-            except (RecursionError, ValueError) as error:
-                raise BadTensorFile(f"its JSON cannot be read: {str(error)[:100]}") from None
+            except RecursionError:
+                raise BadTensorFile("its JSON is nested too deep") from None
+            except ValueError:
+                # Python reads no integer of more than 4300 digits.
+                raise BadTensorFile("a number in its JSON has thousands of digits") from None
             else:
                 # A number at the end of what was read may go on.
                 if end < len(self._text) or self._ended:

@@ -9,6 +9,7 @@ A line is known by its number and text, not by the size of its file: the log of 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +30,12 @@ from capd_client.protocol.scalars import DTYPE, scalar_key
 
 __all__ = ["NvdlfwLog", "nvdlfw_logs"]
 
-_NAME = re.compile(r".+_globalrank-([0-9]{1,9})\.log\Z", re.DOTALL)
+_NAME = re.compile(r".+_globalrank-([0-9]+)\.log\Z", re.DOTALL)
 _BEGIN = re.compile(r"[0-9\-:, ]{1,40} - [A-Z]{1,16} - ")
 _ITERATION = re.compile(r"[0-9]{1,18}\Z")
 _VALUE = re.compile(r"[0-9.eE+\-]{1,64}\Z|-?(?:nan|inf)\Z")
 _MOST_LINE = 8192
+_MOST_RANK_DIGITS = 9
 # A log of another kind has millions of lines that are no statistic.
 _MOST_NAMED = 16
 _ROUNDED = {"rounded": "to four decimals, by nvdlfw-inspect's log"}
@@ -68,6 +70,8 @@ class NvdlfwLog:
         match = _NAME.match(self.file.file_name)
         if match is None:
             raise BadTensorFile("its name does not end in _globalrank-R.log")
+        if len(match[1]) > _MOST_RANK_DIGITS:
+            raise BadTensorFile("its name has a rank that no job has")
         rank, refused = int(match[1]), 0
         with opened(self.file.path) as stream:
             for number, line in enumerate(_lines(stream), 1):
@@ -119,4 +123,6 @@ def _statistic(text: str) -> LoggedStatistic | None:
         number = float(value)
     except ValueError:
         return None
-    return LoggedStatistic(name, int(iteration), number) if len(name) <= MAX_NAME_CHARS else None
+    # A number that float64 lacks is none of the log's.
+    fits = len(name) <= MAX_NAME_CHARS and (math.isfinite(number) or not value[-1].isdigit())
+    return LoggedStatistic(name, int(iteration), number) if fits else None

@@ -92,27 +92,37 @@ def _capture(tags: Mapping[str, str], meta: Mapping[Any, Any], dtype: str) -> Ca
         return foreign_capture(*parts)
     said = {**tags, **{str(name): value for name, value in meta.items()}}
     module, _, tensor = str(said.get("name", "")).rpartition(".")
+    numbers = {name: _stated(said, name) for name in ("step", "rank", "layer_id", "micro_batch", "call")}
     key: dict[str, Any] = {
         "quant_type": str(said.get("quant_type") or quant_type_of(dtype)),
-        "rank": _number(said.get("rank")) or 0,
+        "rank": numbers["rank"] or 0,
         "tensor_name": tensor or "unnamed",
         "module": module,
         "operation": "backward"
         if tensor.endswith(("grad", "_grad")) or tensor.startswith("grad")
         else "forward",
     }
-    if (layer := _number(said.get("layer_id"))) is not None:
-        key["layer"] = layer
-    moment = {"iteration": _number(said.get("step")) or 0}
-    moment |= {
-        name: number for name in ("micro_batch", "call") if (number := _number(said.get(name))) is not None
-    }
+    if numbers["layer_id"] is not None:
+        key["layer"] = numbers["layer_id"]
+    moment = {"iteration": numbers["step"] or 0}
+    moment |= {name: number for name in ("micro_batch", "call") if (number := numbers[name]) is not None}
     info: dict[Any, Any] = next((said[name] for name in _INFO if isinstance(said.get(name), dict)), {})
     try:
         attributes = placements_in(str(said.get("dims", "")), info)
     except ValueError as error:
         raise BadTensorFile(f"its dims {str(said.get('dims'))[:100]!r} cannot be read: {error}") from None
     return foreign_capture(key, moment, attributes, {n: v for n, v in said.items() if n not in _KNOWN})
+
+
+def _stated(said: Mapping[str, Any], name: str) -> int | None:
+    """Return the number that a file states, None if it states none."""
+    value = said.get(name)
+    number = _number(value)
+    if number is None and value is not None:
+        raise BadTensorFile(
+            f"its {name} {str(value)[:40]!r} is no whole number from 0 on, of at most 18 digits"
+        )
+    return number
 
 
 def _number(value: Any) -> int | None:

@@ -95,3 +95,20 @@ def test_a_log_of_another_kind_is_read_in_linear_time_and_its_lines_are_counted(
     assert (done.code, done.json["imported"], len(done.json["skipped"])) == (1, 1, 17)
     # The long line is one line.
     assert done.json["skipped"][-1]["reason"] == "1,985 more lines are no statistic"
+
+
+def test_links_ranks_and_numbers_that_no_job_has_are_named(capd: Capd, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "x_globalrank-0.log").write_text(LINE.format(0, "1e999") + LINE.format(0, "inf"))
+    (logs / "x_globalrank-99999999999.log").write_text(LINE.format(0, "1.0000"))
+    (logs / "y_globalrank-1.log").symlink_to("/etc/hostname")
+
+    done = capd("import", logs, "--store", tmp_path / "runs", "--run-id", "te", "--json")
+
+    assert (done.code, done.json["imported"], done.json["files"]) == (1, 1, 3)
+    reasons = [one["reason"] for one in done.json["skipped"]]
+    for reason, part in zip(
+        reasons, ["is no statistic", "a rank that no job has", "symbolic link"], strict=True
+    ):
+        assert part in reason

@@ -152,6 +152,9 @@ def test_hostile_files_are_named_and_the_others_imported(capd: Capd, tmp_path: P
         {"value": torch.ones(2), "meta": {"dims": "d0[tp]", "megatron_parallel_info": info}},
         directory / f"{tags.format(6)}.pt",
     )
+    giant = tags.replace("rank=0", f"rank={'9' * 20}")
+    torch.save({"value": torch.ones(2), "meta": {}}, directory / f"{giant.format(7)}.pt")
+    torch.save({"value": torch.ones(2), "meta": {"step": -5}}, directory / f"{tags.format(8)}.pt")
 
     done = capd("import", directory, "--store", tmp_path / "runs", "--json")
 
@@ -159,12 +162,14 @@ def test_hostile_files_are_named_and_the_others_imported(capd: Capd, tmp_path: P
     reasons = {
         Path(one["file"]).name.split("dump_index=")[1][0]: one["reason"] for one in done.json["skipped"]
     }
-    assert set(reasons) == {"2", "3", "4", "5", "6"}
+    assert set(reasons) == {"2", "3", "4", "5", "6", "7", "8"}
     assert "no tensor" in reasons["2"]
     assert "grammar" in reasons["3"]
     assert "pickle" in reasons["4"]
     assert "symbolic link" in reasons["5"]
     assert "outside" in reasons["6"]
+    assert "no whole number" in reasons["7"]
+    assert "its step '-5'" in reasons["8"]
 
 
 def test_what_the_comparator_has_no_word_for_is_left_out_and_counted(capd: Capd, tmp_path: Path) -> None:

@@ -164,18 +164,36 @@ def test_links_are_not_followed(dump: Make, tmp_path: Path) -> None:
 
 
 def test_other_bad_files_are_named(dump: Make) -> None:
-    names = ["missing.pt", "pipe.pt", "text.pt", "dictionary.pt", "x.npy"]
+    names = ["missing.pt", "pipe.pt", "text.pt", "dictionary.pt", "folder.pt", "x.npy"]
     root = dump({f"Module.m{number}.Linear.forward.0": forward(name) for number, name in enumerate(names)})
     data = root / "step7" / "rank1" / "dump_tensor_data"
     os.mkfifo(data / "pipe.pt")
     (data / "text.pt").write_text("no tensor")
+    (data / "folder.pt").mkdir()
     torch.save({"a": torch.zeros(1)}, data / "dictionary.pt")
 
     said = refusals(root)
-    for why, part in zip(
-        said, ["cannot be opened", "regular file", "no file of", "holds a dict", "(.pt)"], strict=True
-    ):
+    parts = ["cannot be opened", "regular file", "no file of", "holds a dict", "regular file", "(.pt)"]
+    for number, (why, part) in enumerate(zip(said, parts, strict=True)):
         assert part in why
+        assert f"Module.m{number}.Linear" in why
+
+
+@pytest.mark.parametrize(
+    "place", ["step0/rank-1", "step-1/rank0", "step0/rank99999999999", "step0/proc" + "9" * 19]
+)
+def test_a_number_that_no_job_has_is_not_read_as_0(dump: Make, place: str) -> None:
+    [why] = refusals(dump({NODE: forward()}, place))
+    assert "is none that a job has" in why
+
+
+def test_a_dump_that_is_no_file_is_named(dump: Make) -> None:
+    root = dump({NODE: forward()})
+    (root / "step7" / "rank1" / "dump.json").unlink()
+    os.mkfifo(root / "step7" / "rank1" / "dump.json")
+
+    [why] = refusals(root)
+    assert "it is no regular file" in why
 
 
 @pytest.mark.parametrize(
@@ -187,6 +205,11 @@ def test_other_bad_files_are_named(dump: Make) -> None:
         ('{"a": 5}', "no map"),
         ('{"' + NODE + '": {"input_args": ' + "[" * 40 + json.dumps(tensor()) + "]" * 40 + "}}", "nested"),
         ('{"odd": {"input_args": [' + json.dumps(tensor()) + "]}}", "no name"),
+        (
+            '{"Module.\\ud800.Linear.forward.0": {"input_args": [' + json.dumps(tensor()) + "]}}",
+            "half of a character",
+        ),
+        ('{"a": {"input_args": [' + "9" * 5000 + "]}}", "thousands of digits"),
     ],
 )
 def test_bad_json_is_named(dump: Make, data: str, part: str) -> None:
@@ -194,7 +217,9 @@ def test_bad_json_is_named(dump: Make, data: str, part: str) -> None:
     if data.startswith("{"):
         [why] = refusals(root)
         assert part in why
-    assert bool(find_dumps(root)) is data.startswith("{")
+    else:
+        # It is known for a dump by what is beside it.
+        assert ["in the place of" in why for why in refusals(root)] == [True]
 
 
 def test_a_damaged_end_costs_only_what_follows(dump: Make) -> None:
