@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_files"]
 
+_CROWDED_OUT = "another record has their place in dump.json"
 _FORMAT = 1
 _STAGING = ".capd-export-files"
 _SPARE_NBYTES = 1 << 20
@@ -57,7 +58,7 @@ def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
     with locked_directory(request.out), _staging(request.out) as staging:
         for step in steps:
             if step.crowded_out:
-                request.leave_out("another record has their place in dump.json", step.crowded_out)
+                request.leave_out(_CROWDED_OUT, step.crowded_out)
             yield from _RankStepFiles(request, step, staging).written()
 
 
@@ -96,7 +97,10 @@ class _RankStepFiles:
             except CapdError:
                 self._request.leave_out("a part of their quantised tensor is missing", tensor.parts)
                 continue
-            _put(self._entries.setdefault(tensor.node, _empty_entry(tensor.node)), tensor.path, entry)
+            node = self._entries.setdefault(tensor.node, _empty_entry(tensor.node))
+            if not _put(node, tensor.path, entry):
+                self._request.leave_out(_CROWDED_OUT, tensor.parts)
+                continue
             if values is None:
                 numbers_alone += 1
                 continue
@@ -164,27 +168,29 @@ def _empty_entry(node: str) -> dict[str, Any]:
     return {"input": [], "output": []} if parts.direction == "backward" else {}
 
 
-def _put(entry: dict[str, Any], path: tuple[str | int | None, ...], value: dict[str, Any]) -> None:
-    """Put a tensor's entry at its path. Lists are filled with None up to its position.
+def _put(entry: dict[str, Any], path: tuple[str | int | None, ...], value: dict[str, Any]) -> bool:
+    """Put a tensor's entry at its path, and return whether it fits. Lists are filled with None up to its position.
 
-    Raises:
-        CapdError: Two tensors of the node contradict each other, one in a list and the other in a map.
+    It does not fit if another tensor of the node has its place, or has a list where it needs a map.
     """
     at: Any = entry
     for step, following in pairwise(path):
-        at = _set(at, step, {} if isinstance(following, str) else [], keep=True)
-    _set(at, path[-1], value, keep=False)
+        at = _set(at, step, {} if isinstance(following, str) else [])
+        if at is None:
+            return False
+    return _set(at, path[-1], value) is value
 
 
-def _set(at: Any, step: str | int | None, value: Any, *, keep: bool) -> Any:
-    if isinstance(at, dict):
-        at[str(step)] = found = at.get(str(step), value) if keep else value
-        return found
+def _set(at: Any, step: str | int | None, value: Any) -> Any:
+    """Put a value where nothing is yet, and return what is there, None if nothing can be."""
+    # The description of a tensor is a map, too.
+    if isinstance(at, dict) and not isinstance(at.get("type"), str):
+        return at.setdefault(str(step), value)
     if not isinstance(at, list) or isinstance(step, str):
-        raise CapdError("the metadata of two imported records give one place in dump.json to both")
+        return None
     position = len(at) if step is None else step
     at.extend([None] * (position + 1 - len(at)))
-    if not keep or at[position] is None:
+    if at[position] is None:
         at[position] = value
     return at[position]
 
@@ -224,6 +230,13 @@ def _tensor_and_values(series: Series, record: Record) -> tuple[torch.Tensor, ND
     return tensor_of(bits, series.dtype), values, ""
 
 
+def _write_zeros(path: Path, nbytes: int) -> None:
+    piece = bytes(min(nbytes, _SPARE_NBYTES))
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-nbytes // len(piece))):
+            file.write(piece)
+
+
 def _save(tensor: torch.Tensor, staged: Path, path: Path) -> int:
     """Save a bare tensor as torch.save(tensor, path) does, whose archive has the name of the file.
 
@@ -237,9 +250,8 @@ def _save(tensor: torch.Tensor, staged: Path, path: Path) -> int:
     except FileExistsError:
         raise CapdError(f"{path} exists already; export into another directory") from None
     except RuntimeError as error:
-        # torch's own writer says only that it failed.
-        if shutil.disk_usage(staged.parent).free < tensor.nbytes + _SPARE_NBYTES:
-            raise OSError(28, os.strerror(28), str(path)) from error
+        # torch's own writer says only that it failed. Python's own says that the disk is full, or the file too large.
+        _write_zeros(staged, tensor.nbytes + _SPARE_NBYTES)
         raise StoreError(f"cannot write {path}: {str(error).splitlines()[0]}") from error
     nbytes = staged.stat().st_size
     staged.unlink()

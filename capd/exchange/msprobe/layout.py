@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from capd.exchange.msprobe.names import NodePlace, default_place, is_plain_name, node_base, parsed_node
+from capd.exchange.msprobe.names import (
+    NodePlace,
+    default_place,
+    file_name_of,
+    is_plain_name,
+    node_base,
+    parsed_node,
+)
 from capd.store.quantised.dequantise import class_of, whole_name
 from capd.store.read.series import Record, Series
 
@@ -89,7 +96,6 @@ def _taken(series: Series, record: Record) -> _Taken:
         node, path, file_name = said.get("node", ""), said.get("path"), said.get("file", "")
         if is_plain_name(node) and parsed_node(node) and (not file_name or is_plain_name(file_name)):
             place = _said_place(path)
-            file_name = file_name or f"{node}.{'.'.join(map(str, path or ()))}.pt"
     if place is None:
         node = file_name = ""
         name = key.tensor_name if class_of(attributes) is None else whole_name(key.tensor_name, attributes)
@@ -106,7 +112,7 @@ def _said_place(path: Any) -> NodePlace | None:
     fit = isinstance(path, list) and 1 < len(path) <= 16 and isinstance(path[0], str)
     if not fit or not all(isinstance(one, str) or _is_position(one) for one in path):
         return None
-    return NodePlace("", tuple(path), "")
+    return NodePlace("", tuple(path), ".".join(map(str, path)))
 
 
 def _is_position(one: Any) -> bool:
@@ -119,6 +125,7 @@ def _number(step: RankStep, repeat_weights: bool) -> None:
     step.found = []
     # By place, the index in step.tensors and the whole tensor there, None for a plain one.
     taken: dict[tuple[str, tuple[Any, ...]], tuple[int, Any]] = {}
+    names: set[str] = set()
     for one in found:
         node = one.node
         if not node:
@@ -134,7 +141,10 @@ def _number(step: RankStep, repeat_weights: bool) -> None:
                 step.crowded_out += 1
             continue
         taken[place] = len(step.tensors), whole
-        file_name = one.file_name or f"{node}.{one.place.ending}.pt"
+        # Two entries of an imported dump may have named one file.
+        file_name = one.file_name if one.file_name not in names else ""
+        file_name = file_name or file_name_of(node, one.place.ending)
+        names.add(file_name)
         step.tensors.append(DumpTensor(one.series, one.number, node, one.place.path, file_name))
         step.moments.setdefault(node, _moment(one.occurrence))
     if repeat_weights:
@@ -163,7 +173,7 @@ def _repeat(
             node = f"{one.base}.forward.{ordinal}"
             if node in step.moments and (node, one.place.path) not in taken:
                 taken.add((node, one.place.path))
-                file_name = f"{node}.{one.place.ending}.pt"
+                file_name = file_name_of(node, one.place.ending)
                 step.tensors.append(DumpTensor(one.series, one.number, node, one.place.path, file_name))
 
 

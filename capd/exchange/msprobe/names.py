@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from capd_client.protocol.key import Key
 
-__all__ = ["Node", "NodePlace", "default_place", "is_plain_name", "node_base", "parsed_node"]
+__all__ = ["Node", "NodePlace", "default_place", "file_name_of", "is_plain_name", "node_base", "parsed_node"]
 
 MAX_NAME_CHARS = 240
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -46,6 +46,18 @@ class NodePlace(NamedTuple):
 def is_plain_name(name: object) -> bool:
     """Whether a name from outside can be a file's name in a dump: no path, nothing hidden, not too long."""
     return isinstance(name, str) and len(name) <= MAX_NAME_CHARS and bool(_PLAIN.fullmatch(name))
+
+
+def file_name_of(node: str, ending: str) -> str:
+    """Return the name of the file of a tensor: of its node, and of its place in it.
+
+    One that is no plain name, or too long, gets a hash in its place.
+    """
+    name = f"{node}.{ending}.pt"
+    if is_plain_name(name):
+        return name
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{_UNFIT.sub('_', node)[:_MOST_CHARS].lstrip('.-')}.{digest}.pt"
 
 
 def parsed_node(name: str) -> Node | None:
