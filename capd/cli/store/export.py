@@ -100,12 +100,13 @@ def export(
       msprobe      a dump of mindstudio-probe, DIR/step<N>/rank<R>/, for its
                    compare and graph_visualize
       sglang       one file per record, as sglang's dumper writes, in DIR/RUN: its
-                   comparator joins the parts of ranks and compares two runs
+                   comparator joins parts whose places are known, and compares runs
       tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
                    errors that the lab measured, scalars; needs
                    `pip install "capd[tensorboard]"`
 
-    Only parquet and tensorboard have the records that keep only statistics. A file has its name only once it is
+    Only parquet and tensorboard have the records that keep only statistics. Records that are in no file are counted
+    on stderr by reason, and in the JSON. A file has its name only once it is
     whole; the umask gives its mode. An interrupted export leaves whole files. A second export into the same directory
     starts from the beginning: give it an empty one. About 128 MiB of records are in memory at once, or one record if
     it is larger. docs/exchange.md describes the files for other tools.

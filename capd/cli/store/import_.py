@@ -29,7 +29,7 @@ def import_files(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Directory with tensor files, also in directories below it.",
+            help="Directory with the files, also in directories below it.",
             parser=local_path,
         ),
     ],
@@ -76,13 +76,22 @@ def import_files(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Import the tensor files below DIR (.pt, .pth) into a run, in the order in which they were written.
+    """Import the files that one tool wrote below DIR into a run.
 
-    Files of `capd export --to pt` become the same records again. docs/migration-files.md says how files of
-    tensor_saver are read, and docs/exchange.md how those of other tools are: dumps of mindstudio-probe and sglang,
-    Megatron-LM's --save-activations, --save-dgrads and --save-wgrads, and the statistics logs of nvdlfw-inspect, which
-    become scalars. Nothing in a file is executed, and symbolic links are not followed. A file that is damaged,
-    hostile, of another kind, or a plain pickle (.pkl) is named on stderr and skipped.
+    \b
+    Tools, which are known by the names of their files:
+      pt        tensor_saver, or `capd export --to pt`: every other .pt or .pth file,
+                in the order in which they were written (docs/migration-files.md)
+      msprobe   dumps of mindstudio-probe: dump.json and dump_tensor_data/
+      sglang    files of sglang's dumper: step=S___rank=R___dump_index=I___….pt
+      megatron  Megatron-LM's --save-activations, --save-dgrads, --save-wgrads:
+                iter_*/mp_rank_TT[_PPP][_EEE].pth; a pipeline needs --pp and --layers
+      nvdlfw    statistics logs of nvdlfw-inspect, *_globalrank-R.log, as scalars
+
+    If DIR has files of several tools, or of two jobs, nothing is imported and the message names them.
+    docs/exchange.md says what each tool's files become. Nothing in a file is executed, and symbolic links are not
+    followed. A file or tensor that is damaged, hostile, of another kind, or a plain pickle (.pkl) is named on stderr
+    and skipped.
 
     An interrupted import continues when it is given again. A repeated one adds only new files: a file is known by
     its absolute path and size, a line of a log by its text. About 128 MiB of files and records are in memory at once,
@@ -93,11 +102,13 @@ def import_files(
       capd import ./enhanced_tensor_logs --store captures
       capd import ./old --run-id old --layer-base 1
       capd import ./saved --pp 2 --layers 48
+      capd import ./mixed --from nvdlfw --run-id logs
 
     \b
     Exit codes:
-      1  some files were skipped, the others are imported
-      5  no tensor file was found
+      1  some files or tensors were skipped, the others are imported
+      2  DIR has files of several tools or jobs, or they contradict an option
+      5  no file of a tool was found
       6  the disk is full, or has less than --keep-free left
       7  a daemon owns the store
     """
