@@ -39,9 +39,14 @@ class Divergence(NamedTuple):
             return f"{name}; inputs already differ: {', '.join(self.inputs)}"
         if not self.is_operand:
             return f"{name}, whose captured inputs agree"
+        what = (
+            "the gradient of the whole step"
+            if self.judgement.aspect.name.tensor == "main_grad"
+            else "an operand"
+        )
         if self.after is None:
-            return f"{name}, an operand; nothing was captured before it"
-        return f"{name}, an operand; computed after {self.after.aspect.text}, which agrees"
+            return f"{name}, {what}; nothing was captured before it"
+        return f"{name}, {what}; computed after {self.after.aspect.text}, which agrees"
 
 
 def first_divergence(judgements: Sequence[Judgement]) -> Divergence | None:
@@ -77,7 +82,7 @@ def _divergence(
     own = [*by_product[_product(one)], *by_product.get((name.module, one.at.iteration), [])]
     if not forward:
         own += by_product.get((name.module, "forward", one.at), [])
-    is_operand = name.tensor in (_FORWARD_INPUTS if forward else ("grad_output",))
+    is_operand = name.tensor in (_FORWARD_INPUTS if forward else ("grad_output", "main_grad"))
     apart = () if is_operand else tuple(
         dict.fromkeys(other.aspect.text for other in own if other.aspect.name.tensor in operands and other.is_beyond)
     )  # fmt: skip

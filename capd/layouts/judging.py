@@ -138,8 +138,8 @@ def _product(task: Pairing) -> tuple[str, str, Occasion]:
 def _of_aspect(comparison: Comparison, aspect: Aspect) -> Iterator[Pairing]:
     ours = comparison.reference.occasions(aspect.reference.names[0])
     theirs = comparison.other.occasions(aspect.other.names[0])
-    if aspect.name.is_parameter:
-        yield from _of_parameter(aspect, ours, theirs)
+    if aspect.name.is_of_step:
+        yield from _of_step(aspect, ours, theirs)
         return
     by_sample: dict[tuple[SamplePlace, int], Occasion] = {(sample_of(at), at.call): at for at in theirs}
     pairs = comparison.samples.pairs
@@ -155,8 +155,8 @@ def _of_aspect(comparison: Comparison, aspect: Aspect) -> Iterator[Pairing]:
             yield Pairing(aspect, (at,), (match,))
 
 
-def _of_parameter(aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occasion]) -> Iterator[Pairing]:
-    """Pair the captures of a parameter by iteration: it does not depend on samples."""
+def _of_step(aspect: Aspect, ours: Sequence[Occasion], theirs: Sequence[Occasion]) -> Iterator[Pairing]:
+    """Pair the captures of a parameter, or of its whole gradient, by iteration: samples do not tell them apart."""
     there: dict[int, Occasion] = {}
     for at in sorted(theirs):
         there.setdefault(at.iteration, at)
@@ -197,7 +197,8 @@ def judge(comparison: Comparison, tasks: Sequence[Pairing]) -> Iterator[Judgemen
     _count_rerouted(comparison, tasks)
     scale: float | None = None
     for task in tasks:
-        if scale is None and task.aspect.name.operation != "forward":
+        name = task.aspect.name
+        if scale is None and name.operation != "forward" and not name.is_of_step:
             scale = comparison.gradient_scale = _gradient_scale(comparison, task)
         one = _judged(comparison, task, scale or 1.0)
         if one is not None:
@@ -216,7 +217,8 @@ def _read(comparison: Comparison, task: Pairing, scale: float = 1.0) -> tuple[Va
         run, occasions = (theirs, task.other) if aspect.flipped else (ours, task.reference)
         head = heads_of(run, aspect.fused, occasions[0]).size
     found = aspect.other.values(theirs, task.other, head)
-    if scale != 1.0 and aspect.name.operation != "forward":
+    # The gradient of the whole step is averaged over the ranks.
+    if scale != 1.0 and aspect.name.operation != "forward" and not aspect.name.is_of_step:
         found = found / scale
     if not aspect.name.is_of_expert or aspect.name.is_of_parameter:
         return aspect.reference.values(ours, task.reference, head), found

@@ -40,7 +40,12 @@ class TensorName(NamedTuple):
     @property
     def is_of_parameter(self) -> bool:
         """Whether it has the shape of a parameter: a parameter, or the gradient of one."""
-        return self.is_parameter or self.tensor in ("grad_weight", "grad_bias")
+        return self.is_parameter or self.tensor in ("grad_weight", "grad_bias", "main_grad")
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it is of a whole step, whatever the micro-batch: a parameter, or the gradient after all of them."""
+        return self.is_parameter or self.tensor == "main_grad"
 
     @property
     def is_of_expert(self) -> bool:
@@ -160,7 +165,7 @@ class WholeRun:
         """The most micro-batches of one iteration that a rank captured."""
         most = 1
         for name, occasions in self._held.items():
-            if not name.is_parameter:
+            if not name.is_of_step:
                 seen: dict[tuple[int, Coordinates], set[int]] = {}
                 for at in occasions:
                     seen.setdefault((at.iteration, at.coordinates), set()).add(at.micro_batch)

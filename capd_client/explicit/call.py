@@ -9,7 +9,7 @@ import torch
 
 from capd_client.errors import ConfigError
 from capd_client.explicit import in_graph
-from capd_client.explicit.keys import KEYS, key_of, metadata_text, moment_of
+from capd_client.explicit.keys import KEYS, attributes_of, key_of, metadata_text, moment_of
 from capd_client.process.dynamo import traced_as, untraced
 from capd_client.protocol.counter_page import DropReason
 from capd_client.rules.slices import parse_slice
@@ -39,6 +39,7 @@ def capture(
     stack: str = "",
     quant_type: Optional[str] = None,
     metadata: Optional[Mapping[str, Any]] = None,
+    attributes: Optional[Mapping[str, Any]] = None,
     slice: Optional[str] = None,  # noqa: A002 - the word that users look for
     iteration: Optional[int] = None,
     micro_batch: Optional[int] = None,
@@ -68,6 +69,9 @@ def capture(
         stack: The name of the stack of layers, as in "encoder".
         quant_type: A label. Default: CAPD_QUANT_TYPE, else the tensor's dtype.
         metadata: A JSON object of at most 4096 bytes.
+        attributes: JSON values that all captures with these names share, such as the rank's place and the placement
+            of the tensor: {"tp_rank": 0, "tp_size": 2, "tp_placement": "R"} (docs/logical.md). At most 64 KiB. In a
+            compiled graph, a call with attributes breaks the graph.
         slice: The rows to record, as in "first:64" (`capd_client.rules.slices`).
         iteration: Replaces the current iteration for this capture.
         micro_batch: Replaces the current micro-batch.
@@ -78,8 +82,8 @@ def capture(
             tensor is then copied without a snapshot on the device.
 
     Raises:
-        ConfigError: A name, an index, the metadata or the slice is unusable. Only with CAPD_STRICT=1; otherwise the
-            call counts as a drop.
+        ConfigError: A name, an index, the metadata, the attributes or the slice is unusable. Only with CAPD_STRICT=1;
+            otherwise the call counts as a drop.
         TypeError: A name cannot be hashed. Also only with CAPD_STRICT=1.
     """
     current = process.session()
@@ -113,6 +117,7 @@ def capture(
         else:
             moment = moment_of(context, key, (iteration, micro_batch, sample_idx, batch_idx, sequence_idx))
         text = "" if metadata is None else metadata_text(metadata)
+        constants = None if attributes is None else attributes_of(attributes)
         take = None if slice is None else parse_slice(slice)
         if current.config.collect is not None and not within_quota(current.config, context, moment):
             return
@@ -124,7 +129,9 @@ def capture(
     except Exception as error:
         current.drop_internal("capture()", error)
     else:
-        current.offer(tensor, key, moment, metadata=text, take=take, immutable=immutable)
+        current.offer(
+            tensor, key, moment, attributes=constants, metadata=text, take=take, immutable=immutable
+        )
 
 
 in_graph.bind(capture)

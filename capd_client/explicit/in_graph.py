@@ -46,7 +46,9 @@ def bind(capture: Callable[..., None]) -> None:
     global _capture, _defaults
     _capture = capture
     parameters = inspect.signature(capture).parameters.values()
-    _defaults = {one.name: one.default for one in parameters if one.name not in ("tensor", "immutable")}
+    # A call with attributes runs outside of the graph.
+    others = ("tensor", "attributes", "immutable")
+    _defaults = {one.name: one.default for one in parameters if one.name not in others}
 
 
 @untraced

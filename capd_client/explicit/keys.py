@@ -1,4 +1,4 @@
-"""The key, the moment and the metadata of an explicit capture, from the names and numbers of the call."""
+"""The key, the moment, the metadata and the attributes of an explicit capture, from the arguments of the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capd_client.process.text import brief
 from capd_client.protocol.key import Key, Moment
 from capd_client.steps.context import MOMENT_FIELDS, Context, as_index
 
-__all__ = ["KEYS", "key_of", "metadata_text", "moment_of"]
+__all__ = ["KEYS", "attributes_of", "key_of", "metadata_text", "moment_of"]
 
 # -1 outside of a backward; see `capd_client.steps.checkpointing`.
 _graph_task = torch._C._current_graph_task_id
@@ -103,3 +103,13 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
         return msgspec.json.encode(dict(metadata)).decode()
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"metadata has a value that JSON cannot express: {error}") from None
+
+
+def attributes_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the attributes, which the caller may change. Raises ConfigError if they are no mapping of names.
+
+    Whether JSON can express the values is checked when the first tensor is offered with them.
+    """
+    if not isinstance(attributes, Mapping) or not all(isinstance(name, str) for name in attributes):
+        raise ConfigError(f"attributes must be a mapping from names to JSON values, not {brief(attributes)}")
+    return dict(attributes)

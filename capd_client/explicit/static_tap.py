@@ -102,8 +102,8 @@ def static_tap(
         like: A tensor of the shape, dtype and device to capture, or a shape.
         dtype: The dtype, if `like` is a shape. Default: torch's default dtype.
         device: The device, if `like` is a shape. Default: torch's default device.
-        names: tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, metadata and
-            slice, as in `capture`.
+        names: tensor_name, layer_type, component, operation, phase, layer, module, stack, quant_type, metadata,
+            attributes and slice, as in `capture`.
 
     Returns:
         A tap. Its buffer takes as much device memory as the tensor. If the buffer cannot be created, the failure is

@@ -21,6 +21,7 @@ DENSE = Layout(layers=3, groups=2, rows=1)
 MOE = Layout(layers=2, groups=2, rows=1, experts=4)
 BIASED = Layout(layers=3, groups=2, rows=1, config={"add_bias_linear": True})
 TWO_STEPS = replace(DENSE, steps=2)
+NORMS = replace(DENSE, norms=True)
 EPS = "1.2e-7"
 
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -35,11 +36,16 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp2 with biases": (BIASED, {"tp": 2, "ranks": 2}),
 }
 FC2, QKV = "mlp.linear_fc2", "self_attention.linear_qkv"
-# The bug, its layout, the first divergent tensor, the tensor before it, and the sizes that the factor equals.
+# The bug and a remark, its layout, the first divergent tensor, the tensor before it, and the sizes that the factor
+# equals.
 BUGS: dict[str, tuple[Layout, dict[str, Any], str, str | None, list[str]]] = {
     "norm_gradient_not_reduced": (
         TWO_STEPS, {"tp": 2, "sp": True, "ranks": 2}, f"decoder.layers.1.{QKV}.forward.input",
         f"decoder.layers.0.{FC2}.forward.output", [],
+    ),
+    "norm_gradient_not_reduced, captured": (
+        NORMS, {"tp": 2, "sp": True, "ranks": 2}, "decoder.layers.1.input_layernorm.backward.main_grad",
+        f"decoder.layers.0.{QKV}.backward.grad_input", [],
     ),
     "bias_twice": (
         BIASED, {"tp": 2, "ranks": 2}, f"decoder.layers.2.{QKV}.forward.input",
@@ -119,7 +125,7 @@ def test_every_whole_tensor_of_a_sound_layout_is_within_its_limit(run: Run, name
 @pytest.mark.parametrize("name", rows(BUGS, ("loss_over_cp_twice", "output_not_reduced")))
 def test_a_bug_is_named_by_its_place_and_its_factor(run: Run, name: str) -> None:
     reference, sizes, tensor, after, equals = BUGS[name]
-    layout = replace(reference, **sizes, plugin=f"tests.kit.models.layout_bugs:{name}")
+    layout = replace(reference, **sizes, plugin=f"tests.kit.models.layout_bugs:{name.partition(',')[0]}")
     code, found = compared(run, reference, run(layout))
 
     first = found["first_divergence"]

@@ -47,7 +47,8 @@ class Layout:
     tp, pp, vpp, cp, ep: as Megatron's. etp: tensor parallelism of the experts; 0 is tp. sp: sequence parallelism.
     ranks: of the job; the rest is data parallel. groups: query groups of the attention. swiglu: a gated MLP.
     experts: of a MoE; 0 without. config: further fields of TransformerConfig. plugin: as in the module. vocabulary: of
-    the tokenizer, if it is smaller than the padded one.
+    the tokenizer, if it is smaller than the padded one. norms: whether the gradients of norms are captured by hand, after
+    those of all ranks are added up.
     """
 
     tp: int = 1
@@ -73,6 +74,7 @@ class Layout:
     dtype: str = "float32"
     lr: float = 0.01
     plugin: str = ""
+    norms: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,7 +152,13 @@ def begin(layout: Layout) -> list[Any]:
         fill(model, layout)
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
         chunks.append(DistributedDataParallel(config, ddp, model))
-    config.finalize_model_grads_func = finalize_model_grads
+
+    def finalized(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        if layout.norms:
+            capture_norms(chunks, layout)
+
+    config.finalize_model_grads_func = finalized
     config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
     return chunks
 
@@ -278,6 +286,23 @@ def train(layout: Layout, chunks: list[Any]) -> None:
             for parameter in (p for chunk in chunks for p in chunk.parameters()):
                 parameter.grad = parameter.main_grad.to(parameter.dtype)
         optimizer.step()
+
+
+def capture_norms(chunks: list[Any], layout: Layout) -> None:
+    """Capture the gradients of the norms, which all ranks of a stage should hold alike when they are final."""
+    from megatron.core import parallel_state
+
+    import capd_client
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    placed = {"tp_rank": rank, "tp_size": layout.tp, "tp_placement": "R"}
+    for name, parameter in ((name, p) for chunk in chunks for name, p in chunk.module.named_parameters()):
+        if "norm" in name:
+            module = name.rpartition(".")[0]
+            capd_client.capture(
+                parameter.main_grad, tensor_name="main_grad", module=module, operation="backward", phase="post",
+                attributes=placed,
+            )  # fmt: skip
 
 
 def batches(layout: Layout, data_rank: int, step: int) -> Iterator[Tensor]:

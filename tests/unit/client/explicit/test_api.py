@@ -98,6 +98,16 @@ def test_inference_mode_and_no_grad_capture_as_usual(on: Peer, mode: Callable[[]
     assert [record.descriptor.requires_grad for record in on.records] == [t.requires_grad for t in tensors]
 
 
+def test_attributes_are_those_of_the_series(on: Peer) -> None:
+    placed: dict[str, Any] = {"tp_rank": 0, "tp_size": 2, "tp_placement": "R", "batch_dims": ["dp"]}
+    for size in (2, 2, 4):
+        placed["tp_size"] = size  # the caller's own dict may change
+        capd_client.capture(torch.ones(1), tensor_name="x", attributes=placed)
+    assert capd_client.flush(10)
+    assert [record.attributes["tp_size"] for record in on.records] == [2, 2, 4]
+    assert placed.items() <= on.records[2].attributes.items()
+
+
 def test_overrides_hold_for_one_capture(on: Peer) -> None:
     capd_client.capture(
         torch.ones(1), tensor_name="x", iteration=5, micro_batch=6, batch_idx=7, sequence_idx=8
@@ -168,6 +178,10 @@ WRONG: list[dict[str, Any]] = [
     {"metadata": {"x": object()}},
     {"metadata": {"x": "y" * 5000}},
     {"metadata": ["no", "object"]},
+    {"attributes": ["no", "object"]},
+    {"attributes": {1: "no name"}},
+    {"attributes": {"x": object()}},
+    {"attributes": {"x": "y" * (64 << 10)}},
     {"quant_type": 7},
     {"slice": "last:3"},
     {"slice": 3},

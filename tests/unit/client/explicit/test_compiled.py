@@ -59,7 +59,8 @@ def test_a_compiled_call_takes_every_argument_of_capture(on: Peer) -> None:
         "slice": "first:1", "iteration": 4, "micro_batch": 5, "sample_idx": 6, "batch_idx": 7, "sequence_idx": 8,
         "immutable": True,
     }  # fmt: skip
-    assert {"tensor", *every} == inspect.signature(capd_client.capture).parameters.keys()
+    # A call with attributes runs outside of the graph.
+    assert {"tensor", "attributes", *every} == inspect.signature(capd_client.capture).parameters.keys()
 
     def double(x: Tensor) -> Tensor:
         capd_client.capture(x, **every)
@@ -310,6 +311,18 @@ def test_what_the_compiler_cannot_know_breaks_the_graph_and_is_captured(on: Peer
 
     assert capd_client.flush(10)
     assert json.loads(on.records[0].descriptor.metadata) == {"first": 1.0}
+
+
+def test_a_call_with_attributes_breaks_the_graph_and_is_captured(on: Peer) -> None:
+    @torch.compile(backend="eager")
+    def forward(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x", attributes={"tp_placement": "R", "tp_rank": 0, "tp_size": 1})
+        return x + 1
+
+    assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
+    assert capd_client.flush(10)
+    [record] = on.records
+    assert record.attributes["tp_placement"] == "R"
 
 
 MISUSES: list[Callable[[Any], None]] = [
