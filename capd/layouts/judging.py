@@ -12,9 +12,10 @@ import numpy as np
 
 from capd.layouts.experts import joined_rows, matched_rows, rerouted_tokens
 from capd.layouts.factor import Fit, explanations, fit
-from capd.layouts.limits import Limits, roundoff
+from capd.layouts.limits import Limits
+from capd.layouts.roundings import roundoff
 from capd.layouts.samples import SamplePairs, SamplePlace, sample_of
-from capd.layouts.views import Aspect, Aspects, Values, heads_of
+from capd.layouts.views import Aspect, Aspects, Values
 from capd.layouts.vocabulary import common_words
 from capd.layouts.whole_run import Occasion, WholeRun
 
@@ -211,18 +212,14 @@ def _read(comparison: Comparison, task: Pairing, scale: float = 1.0) -> tuple[Va
 
     Gradients of the other run are divided by `scale`.
     """
-    aspect, head = task.aspect, 0
-    ours, theirs = comparison.reference, comparison.other
-    if aspect.fused is not None and (aspect.reference.rotary or aspect.other.rotary):
-        run, occasions = (theirs, task.other) if aspect.flipped else (ours, task.reference)
-        head = heads_of(run, aspect.fused, occasions[0]).size
-    found = aspect.other.values(theirs, task.other, head)
+    aspect, ours, theirs = task.aspect, comparison.reference, comparison.other
+    found = aspect.other.values(theirs, task.other)
     # The gradient of the whole step is averaged over the ranks.
     if scale != 1.0 and aspect.name.operation != "forward" and not aspect.name.is_of_step:
         found = found / scale
     if not aspect.name.is_of_expert or aspect.name.is_of_parameter:
-        return aspect.reference.values(ours, task.reference, head), found
-    truth = joined_rows([aspect.reference.values(ours, [at], head) for at in task.reference])
+        return aspect.reference.values(ours, task.reference), found
+    truth = joined_rows([aspect.reference.values(ours, [at]) for at in task.reference])
     rows = matched_rows(joined_rows([found]), truth)
     return None if rows is None else (truth, rows)
 

@@ -1,24 +1,21 @@
-"""The largest error that rounding explains, for each tensor: from noise runs, or a guess from the depth."""
+"""The largest error that rounding explains, for each tensor: from noise runs, or a guess from the products so far."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from capd.errors import NothingMatched
 from capd.layouts.factor import relative_error
+from capd.layouts.roundings import Roundings
 from capd.layouts.views import Aspect
 from capd.layouts.whole_run import Occasion, WholeRun
 
-__all__ = ["Limit", "Limits", "roundoff"]
+__all__ = ["Limit", "Limits"]
 
-# Half the distance of neighbouring numbers at 1: 2 to the power of minus the bits of the significand.
-_ROUNDOFF = {
-    "float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4,
-    "float8_e5m2": 2.0**-3,
-}  # fmt: skip
 _FLOOR = 2
+# A factor of two between layouts is an error of 0.5 or 1, which no guess may accept.
+_LARGEST_GUESS = 0.49
 
 
 class Limit(NamedTuple):
@@ -26,7 +23,7 @@ class Limit(NamedTuple):
 
     Attributes:
         value: The largest relative Frobenius error that is accepted.
-        estimate: The error that it is a multiple of: the largest of the noise runs, or eps · √depth.
+        estimate: The error that it is a multiple of: the largest of the noise runs, or a guess.
         eps: The unit roundoff of the dtype.
     """
 
@@ -35,23 +32,28 @@ class Limit(NamedTuple):
     eps: float
 
 
-def roundoff(dtype: str) -> float:
-    """Return the unit roundoff of a dtype; that of float32 for one whose numbers are exact."""
-    return _ROUNDOFF.get(dtype, 2.0**-24)
-
-
 class Limits:
     """The limits of all tensors.
 
     With noise runs, the estimate is the largest error of a tensor in one iteration over all micro-batches and noise
-    runs. Without, it is eps · √depth, where depth counts the modules that were computed until then, a random walk of
-    one rounding each. That is a guess.
+    runs. Without, it is a guess (`Roundings`).
     """
 
-    def __init__(self, reference: WholeRun, noise: Sequence[WholeRun], times: float) -> None:
+    def __init__(self, reference: WholeRun, noise: Sequence[WholeRun], times: float, ranks: int = 1) -> None:
+        """Check the noise runs.
+
+        Args:
+            reference: The reference.
+            noise: Runs with its layout and perturbed inputs.
+            times: The limit, in estimates.
+            ranks: The most ranks over which either layout adds up the terms of one product.
+
+        Raises:
+            NothingMatched: A noise run shares no tensor with the reference.
+        """
         self._reference, self._noise, self._times = reference, list(noise), times
         self._known: dict[tuple[str, int], float] = {}
-        self._depths: dict[tuple[str, str], int] = {}
+        self._roundings = Roundings(reference, ranks)
         for run in self._noise:
             if not any(run.has(name, at) for name in reference.names for at in reference.occasions(name)):
                 raise NothingMatched(
@@ -71,9 +73,9 @@ class Limits:
             self._known[place] = self._measured(aspect, iteration)
         estimate = self._known[place]
         if self.are_guesses:
-            step = (aspect.name.module, aspect.name.operation)
-            estimate = eps * math.sqrt(self._depths.setdefault(step, len(self._depths) + 1))
-        return Limit(max(self._times * estimate, _FLOOR * eps), estimate, eps)
+            estimate = self._roundings.estimate(aspect.reference.names[0], iteration, eps)
+        value = max(self._times * estimate, _FLOOR * eps)
+        return Limit(min(value, _LARGEST_GUESS) if self.are_guesses else value, estimate, eps)
 
     def _measured(self, aspect: Aspect, iteration: int) -> float:
         largest, cut = 0.0, aspect.reference

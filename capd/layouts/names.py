@@ -16,7 +16,8 @@ __all__ = ["PRESETS", "Counterpart", "MapSide", "ModulePair", "NameMap", "load_m
 PRESETS = ("megatron-hf", "megatron-torchtitan")
 """The maps that capd brings along (`capd/layouts/maps`)."""
 
-_SPLITS = {"none": 1, "qkv": 3, "gated": 2}
+# How many modules are on the right. One for qkv: it is fused there, too.
+_SPLITS: dict[str, tuple[int, ...]] = {"none": (1,), "qkv": (3, 1), "gated": (2,)}
 _ORDERS = ("sbh", "bsh")
 _ROTARY = ("half", "interleaved")
 _SIDE_KEYS = {"name": str, "order": str, "rotary": str}
@@ -45,7 +46,7 @@ class ModulePair(NamedTuple):
 
     Attributes:
         left: A glob; each `*` is one word between dots.
-        right: As many globs as `split` has parts.
+        right: As many globs as `split` has parts; one for a projection that is fused in the same order on the right.
         split: "none"; "qkv", a fused projection in Megatron's order of groups; "gated", the gate, then the other half.
     """
 
@@ -69,13 +70,13 @@ class NameMap:
         self._pairs = [(_pattern(pair.left), pair) for pair in pairs]
         self._rights = [_pattern(glob) for pair in pairs for glob in pair.right]
 
-    def counterpart(self, module: str) -> Counterpart | None:
-        """Return the right names of a left module, by the first pair that matches; None if none does."""
-        for pattern, pair in self._pairs:
-            found = pattern.fullmatch(module)
-            if found is not None:
-                return Counterpart(tuple(_filled(glob, found.groups()) for glob in pair.right), pair.split)
-        return None
+    def counterparts(self, module: str) -> list[Counterpart]:
+        """Return the right names of a left module, by each pair that matches. A run has those of one of them."""
+        return [
+            Counterpart(tuple(_filled(glob, found.groups()) for glob in pair.right), pair.split)
+            for pattern, pair in self._pairs
+            if (found := pattern.fullmatch(module)) is not None
+        ]
 
     def is_left(self, modules: Iterable[str], others: Iterable[str]) -> bool:
         """Return whether `modules` are of the left framework and `others` of the right one, rather than vice versa.
@@ -204,10 +205,10 @@ def _pair(source: _Source, number: int, pair: Any) -> ModulePair:
         source.fail(source.line_of("right", at), "right must be a glob, or a list of globs")
     if not isinstance(split, str) or split not in _SPLITS:
         source.fail(source.line_of("split", at), f"split is {split!r:.80}; use one of {', '.join(_SPLITS)}")
-    if len(rights) != _SPLITS[split]:
+    if len(rights) not in _SPLITS[split]:
+        needed = " or ".join(map(str, _SPLITS[split]))
         source.fail(
-            source.line_of("right", at),
-            f"split {split} needs {_SPLITS[split]} on the right, not {len(rights)}",
+            source.line_of("right", at), f"split {split} needs {needed} on the right, not {len(rights)}"
         )
     for glob in rights:
         if glob.count("*") != left.count("*"):

@@ -115,6 +115,10 @@ class WholeRun:
         """The tensors, in order of their names in the run."""
         return list(self._held)
 
+    def __contains__(self, name: TensorName) -> bool:
+        """Whether the run has a tensor at any time."""
+        return name in self._held
+
     @cached_property
     def modules(self) -> frozenset[str]:
         """The modules that have tensors."""
@@ -141,6 +145,11 @@ class WholeRun:
         series, moment = self._held[name][at]
         return series.values(moment)
 
+    def shape(self, name: TensorName, at: Occasion) -> tuple[int, ...]:
+        """The shape of a whole tensor. Raises as `LogicalSeries.shape`."""
+        series, moment = self._held[name][at]
+        return series.shape(moment)
+
     def spread(self, name: TensorName, at: Occasion) -> float:
         """The largest relative difference between its replicas. Raises as `LogicalSeries.numpy`."""
         series, moment = self._held[name][at]
@@ -159,6 +168,12 @@ class WholeRun:
                             found[name] = max(size, found.get(name, 1))
                 break
         return {**found, "micro_batches": self.micro_batches}
+
+    @property
+    def summing_ranks(self) -> int:
+        """The ranks over which the terms of one product are added up."""
+        sizes = self.sizes
+        return max(sizes.get("tp_size", 1), sizes.get("etp_size", 1)) * sizes.get("cp_size", 1)
 
     @cached_property
     def micro_batches(self) -> int:

@@ -121,9 +121,9 @@ def compare_logical(request: CompareRequest, options: LogicalOptions, *, first: 
     samples = paired_samples(reference, other, aspects.found, options.samples or "content")
     if samples.note:
         note(samples.note)
-    comparison = Comparison(
-        reference, other, samples, Limits(reference, noise, times), aspects, up_to_scale=options.up_to_scale
-    )
+    ranks = max(reference.summing_ranks, other.summing_ranks)
+    limits = Limits(reference, noise, times, ranks)
+    comparison = Comparison(reference, other, samples, limits, aspects, up_to_scale=options.up_to_scale)
     divergence = _compare(comparison, until_first=first)
     if not comparison.judgements:
         raise NothingMatched(

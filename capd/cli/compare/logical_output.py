@@ -97,7 +97,10 @@ def _summary(document: Mapping[str, Any], tensors: int) -> list[str]:
         f"paired {by}"
     ]
     if document["guessed_limits"]:
-        lines.append(f"limits are a guess, {document['limit']:g} · eps · √depth; --noise measures them")
+        lines.append(
+            f"limits are a guess, {document['limit']:g} times the roundings of the products until then; "
+            "--noise measures them"
+        )
     else:
         lines.append(
             f"limits: {document['limit']:g} times the largest error of "

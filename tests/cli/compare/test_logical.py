@@ -48,7 +48,10 @@ def test_a_sound_layout_ends_with_0(capd: Capd, one: Path, tmp_path: Path) -> No
         "3 tensors, 3 comparisons: 0 beyond the limit, 3 bit-equal; 1 micro-batch paired by content"
         in done.out
     )
-    assert "limits are a guess, 4 · eps · √depth; --noise measures them" in done.out
+    assert (
+        "limits are a guess, 4 times the roundings of the products until then; --noise measures them"
+        in done.out
+    )
     assert "first divergence" not in done.out
 
 

@@ -34,6 +34,12 @@ def gate_and_up_swapped(chunks: Any, layout: Any) -> None:
         weight.copy_(torch.cat(list(reversed(weight.chunk(2)))))
 
 
+def weight_scaled(chunks: Any, layout: Any) -> None:
+    """The second linear of the MLP has a weight that is 5 % too large."""
+    with torch.no_grad():
+        _layer(chunks).mlp.linear_fc2.weight.mul_(1.05)
+
+
 def contiguous_data(chunks: Any, layout: Any) -> None:
     """Context parallel ranks get contiguous parts of the sequence, and their attention expects the zigzag."""
     job: Any = importlib.import_module("tests.kit.models.megatron_layouts")

@@ -47,7 +47,7 @@ class Layout:
     tp, pp, vpp, cp, ep: as Megatron's. etp: tensor parallelism of the experts; 0 is tp. sp: sequence parallelism.
     ranks: of the job; the rest is data parallel. groups: query groups of the attention. swiglu: a gated MLP.
     experts: of a MoE; 0 without. config: further fields of TransformerConfig. plugin: as in the module. vocabulary: of
-    the tokenizer, if it is smaller than the padded one. norms: whether the gradients of norms are captured by hand, after
+    the tokenizer, if it is smaller than the padded one. norms: whether gradients of norms are captured by hand, after
     those of all ranks are added up.
     """
 

@@ -29,11 +29,10 @@ def test_wildcards_are_single_words_and_carry_over(tmp_path: Path) -> None:
     path = tmp_path / "map.toml"
     path.write_text(SOUND, encoding="utf-8")
     names = load_map(str(path))
-    found = names.counterpart("layers.12.qkv")
-    assert found is not None
+    [found] = names.counterparts("layers.12.qkv")
     assert (found.right, found.split) == (("blocks.12.q", "blocks.12.k", "blocks.12.v"), "qkv")
-    assert names.counterpart("layers.1.2.qkv") is None
-    assert names.counterpart("xlayers.1.qkv") is None
+    assert names.counterparts("layers.1.2.qkv") == []
+    assert names.counterparts("xlayers.1.qkv") == []
     assert (names.left.name, names.left.order, names.right.name, names.right.order) == (
         "a",
         "sbh",
@@ -57,10 +56,8 @@ def test_the_direction_is_found_from_the_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound_and_cut_fused_modules(name: str) -> None:
     names = load_map(name)
-    qkv = names.counterpart("decoder.layers.3.self_attention.linear_qkv")
-    gated = names.counterpart("decoder.layers.3.mlp.linear_fc1")
-    assert qkv is not None
-    assert gated is not None
+    qkv = names.counterparts("decoder.layers.3.self_attention.linear_qkv")[-1]
+    [gated] = names.counterparts("decoder.layers.3.mlp.linear_fc1")
     assert (len(qkv.right), qkv.split, len(gated.right), gated.split) == (3, "qkv", 2, "gated")
     assert all("layers.3." in module for module in (*qkv.right, *gated.right))
 
@@ -72,6 +69,8 @@ def test_presets_are_sound_and_cut_fused_modules(name: str) -> None:
         ('name = "a"', "name = 3", r"line 2: left.name: use name, order and rotary"),
         ('split = "qkv"', 'split = "qk"', r"line 8: split is 'qk'; use one of none, qkv, gated"),
         ('split = "qkv"', 'splits = "qkv"', r"line 8: unknown key 'splits'"),
+        ('split = "qkv"', 'split = "gated"', r"line 7: split gated needs 2 on the right, not 3"),
+        ('"blocks.*.q", ', "", r"line 7: split qkv needs 3 or 1 on the right, not 2"),
         ('split = "qkv"', "", r"line 7: split none needs 1 on the right, not 3"),
         ('"blocks.*.q"', '"blocks.q"', r"line 7: 'blocks.q' has 0 wildcards, and 'layers.\*.qkv' has 1"),
         ('right = "out"', "right = 3", r"line 12: right must be a glob"),

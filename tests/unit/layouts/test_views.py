@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from capd.errors import ConfigError
 from capd.layouts.judging import Comparison, judge, tasks_of
 from capd.layouts.limits import Limits
-from capd.layouts.names import load_map
+from capd.layouts.names import load_map, parse_map
 from capd.layouts.samples import paired_samples
 from capd.layouts.views import aspects_of
 from capd.layouts.whole_run import WholeRun
@@ -50,22 +52,21 @@ def interleaved(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def test_torchtitan_s_projections_are_cut_from_megatron_s(tmp_path: Path) -> None:
+def projections() -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """The weights of query, key and value, and the rows of all of them in Megatron's order of groups."""
     q, k, v = draw(HEADS * SIZE, HIDDEN), draw(GROUPS * SIZE, HIDDEN), draw(GROUPS * SIZE, HIDDEN)
-    per = HEADS // GROUPS * SIZE
-    fused = np.concatenate(
-        [
-            block
-            for group in range(GROUPS)
-            for block in (
-                q[group * per : (group + 1) * per],
-                k[group * SIZE : (group + 1) * SIZE],
-                v[group * SIZE : (group + 1) * SIZE],
-            )
-        ]
-    )
+    return [q, k, v], in_groups(q, k, v)
+
+
+def in_groups(*rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    by_group = [one.reshape(GROUPS, -1, HIDDEN) for one in rows]
+    return np.concatenate([one[group] for group in range(GROUPS) for one in by_group])
+
+
+def test_torchtitan_s_projections_are_cut_from_megatron_s(tmp_path: Path) -> None:
+    (q, k, v), fused = projections()
     x, terms = draw(3, 2, HIDDEN), [draw(3, 2, HIDDEN) for _ in range(3)]
-    here, there = "decoder.layers.0.self_attention.linear_qkv", "layers.0.attention"
+    here = "decoder.layers.0.self_attention.linear_qkv"
     told = {"qkv_heads": HEADS, "qkv_groups": GROUPS, "qkv_head_dim": SIZE}
     megatron = run(tmp_path / "a", [
         of(here, "input", x, **told), of(here, "weight", fused, **told), of(here, "output", x @ fused.T, **told),
@@ -73,15 +74,32 @@ def test_torchtitan_s_projections_are_cut_from_megatron_s(tmp_path: Path) -> Non
     ])  # fmt: skip
     turned = x.swapaxes(0, 1)
     weights = {"wq": interleaved(q), "wk": interleaved(k), "wv": v}
-    titan = run(tmp_path / "b", [
-        part
-        for (name, weight), term in zip(weights.items(), terms, strict=True)
-        for part in (
-            of(f"{there}.{name}", "input", turned), of(f"{there}.{name}", "weight", weight),
-            of(f"{there}.{name}", "output", turned @ weight.T),
-            of(f"{there}.{name}", "grad_input", term.swapaxes(0, 1)),
-        )
-    ])  # fmt: skip
+    own = in_groups(*weights.values())
+    for number, there in enumerate(("layers.0.attention.qkv_linear", "layers.0.attention")):
+        titan = run(tmp_path / f"b{number}", [
+            part
+            for (name, weight), term in zip(weights.items(), terms, strict=True)
+            for part in (
+                of(f"{there}.{name}", "input", turned), of(f"{there}.{name}", "weight", weight),
+                of(f"{there}.{name}", "output", turned @ weight.T),
+                of(f"{there}.{name}", "grad_input", term.swapaxes(0, 1)),
+            )
+        ])  # fmt: skip
+        assert_agree(megatron, titan)
+    there = "layers.0.attention.qkv_linear.wqkv"
+    assert_agree(megatron, run(tmp_path / "c", [
+        of(there, "input", turned), of(there, "weight", own), of(there, "output", turned @ own.T),
+        of(there, "grad_input", sum(terms, np.zeros_like(x)).swapaxes(0, 1)),
+    ]))  # fmt: skip
+    # Without the order of rotary pairs.
+    wrong = run(tmp_path / "d", [of(there, "input", turned), of(there, "weight", fused)])
+    found = compared(megatron, wrong, "megatron-torchtitan")
+    assert [one.aspect.text for one in found.beyond] == [
+        f"{here}.forward.weight[query]", f"{here}.forward.weight[key]"
+    ]  # fmt: skip
+
+
+def assert_agree(megatron: WholeRun, titan: WholeRun) -> None:
     for one, two in ((megatron, titan), (titan, megatron)):
         found = compared(one, two, "megatron-torchtitan")
         assert found.beyond == []
@@ -91,6 +109,21 @@ def test_torchtitan_s_projections_are_cut_from_megatron_s(tmp_path: Path) -> Non
         assert all(
             judged.is_bit_equal for judged in found.judgements if judged.aspect.name.tensor == "weight"
         )
+
+
+def test_two_modules_that_a_map_makes_one_are_refused(tmp_path: Path) -> None:
+    here = run(tmp_path / "a", [of(name, "input", draw(2, HIDDEN)) for name in ("up", "down")])
+    there = run(tmp_path / "b", [of("linear", "input", draw(2, HIDDEN))])
+    names = parse_map('[[module]]\nleft = "*"\nright = "*"\n', "same")
+    assert [one.text for one in aspects_of(here, here, names).found] == [
+        "down.forward.input",
+        "up.forward.input",
+    ]
+    text = "".join(f'[[module]]\nleft = "{name}"\nright = "linear"\n' for name in ("up", "down"))
+    with pytest.raises(
+        ConfigError, match=r"down and up of .* are both linear of .*; a module has one counterpart"
+    ):
+        aspects_of(here, there, parse_map(text, "twice"))
 
 
 def test_words_that_only_one_run_has_are_cropped(tmp_path: Path) -> None:
