@@ -207,9 +207,11 @@ def _products(
     each = [{name: matrix(one.tensors[name]) for name in names} for one in calls]
     if recipe is not None:
         pairs = [recipe.pair(product, operands, 0) for operands in each]
-        a, b = torch.cat([pair.a for pair in pairs], -1), torch.cat([pair.b for pair in pairs], 0)
-        if product != "dw":
-            a, b = pairs[0].a, pairs[0].b
+        pairs = pairs if product == "dw" else pairs[:1]
+        a, b = (
+            torch.cat([pair.a(slice(None)) for pair in pairs], -1),
+            torch.cat([pair.b for pair in pairs], 0),
+        )
         cast = torch.float32
     else:
         joined = {

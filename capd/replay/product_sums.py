@@ -11,6 +11,7 @@ from torch import Tensor
 
 from capd.analyze.exact import exact
 from capd.replay.exact_product import After, ExactProduct, row_sums
+from capd.replay.operand_rows import Rows
 from capd.replay.sums import BlameSums, DrawSums, ProductSums, WorstRow
 
 __all__ = ["OperandPair", "measure_product"]
@@ -20,17 +21,17 @@ class OperandPair(NamedTuple):
     """The operands of one product in a recipe.
 
     Attributes:
-        a: [rows, n] float32, quantised.
+        a: Returns some rows of A [rows, n], float32, quantised. Random rows are made in order, and once.
         b: [n, columns] float32, quantised.
-        plain_a: The operand before it is quantised, and after its transform. None if it is a, or if nobody asks.
-        plain_b: The same of b.
+        plain_a: Returns rows of A before it is quantised, and after its transform. None if it is a, or if nobody asks.
+        plain_b: B before it is quantised, in the same way.
         after: What the recipe does to the product. None for nothing.
         is_exact: Whether the recipe does nothing to the product, so that it has no error.
     """
 
-    a: Tensor
+    a: Rows
     b: Tensor
-    plain_a: Tensor | None = None
+    plain_a: Rows | None = None
     plain_b: Tensor | None = None
     after: After | None = None
     is_exact: bool = False
@@ -96,7 +97,8 @@ class _Measuring:
         plain_b = None if pair.plain_b is None or found.blame is None else pair.plain_b.to(torch.float32)
         signal = noise = cross = 0.0
         for rows in product.blocks():
-            d = product.difference(rows, pair.a[rows], pair.b, pair.after)
+            a = pair.a(rows)
+            d = product.difference(rows, a, pair.b, pair.after)
             of_signal = product.signal[rows]
             of_noise, of_cross = row_sums(d, d), row_sums(product.values[rows], d)
             if not math.isfinite(float(of_noise.sum()) + float(of_cross.sum())):
@@ -108,7 +110,7 @@ class _Measuring:
             if mean is not None:
                 mean[rows] += d
             if found.blame is not None:
-                self._blame(found.blame, pair, plain_b, rows, d, float(of_noise.sum()))
+                self._blame(found.blame, pair, a, plain_b, rows, d, float(of_noise.sum()))
         found.signal += _units(signal, self._power)
         found.noise += _units(noise, self._power)
         found.cross += _units(cross, self._power)
@@ -135,7 +137,14 @@ class _Measuring:
                 self._found.worst = WorstRow(self._call, self._row_of(first + row), level)
 
     def _blame(
-        self, sums: BlameSums, pair: OperandPair, plain_b: Tensor | None, rows: slice, d: Tensor, noise: float
+        self,
+        sums: BlameSums,
+        pair: OperandPair,
+        a: Tensor,
+        plain_b: Tensor | None,
+        rows: slice,
+        d: Tensor,
+        noise: float,
     ) -> None:
         """Add the parts of the error d of some rows."""
         parts: list[Tensor | None]
@@ -143,8 +152,7 @@ class _Measuring:
             # Only one operand is quantised, and the whole error is its own.
             parts = [None if pair.plain_a is None else d, None if plain_b is None else d, None, None]
         else:
-            a = pair.a[rows]
-            plain_a = a if pair.plain_a is None else pair.plain_a[rows].to(torch.float32)
+            plain_a = a if pair.plain_a is None else pair.plain_a(rows).to(torch.float32)
             right = pair.b if plain_b is None else plain_b
             # What comes after the product has an error of its own.
             base = None if pair.after is None else self._product.difference(rows, plain_a, right, pair.after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from torch import Tensor
 from capd.errors import ConfigError
 from capd.products.captured.calls import ProductCall
 from capd.replay.exact_product import After
+from capd.replay.operand_rows import PlainRows, QuantisedRows
 from capd.replay.product_sums import OperandPair
 from capd_client.config.recipe import BASELINES, NONE, Recipe
 from capd_client.emulation.products import linear
-from capd_client.emulation.quantise import is_random, quantise, transform, transform_pair
+from capd_client.emulation.quantise import is_random
 from capd_client.emulation.recipe_products import OPERANDS_OF, after_product
 from capd_client.emulation.words import Words, words_of
 from capd_client.formats.spec import FORMATS
@@ -27,9 +27,8 @@ from capd_client.recipes.presets import PRESETS
 
 __all__ = ["OPERANDS_OF", "CallOperands", "ReplayRecipe"]
 
-# Values of at most 8 significant bits, and scales that are powers of two: bfloat16 holds them exactly.
-_FITS_BFLOAT16 = re.compile('"fmt": "(hifp8|mx)')
-_WIDER = re.compile('"(outer|shrink)"')
+# bfloat16 holds the values of HiF8, so that its quantiser takes bfloat16 as it was captured.
+_BY_TABLE = re.compile('"fmt": "hifp8"')
 
 CallOperands = Mapping[str, Tensor]
 """Operands of one call of a linear layer in the captured dtype: x [tokens, in_features], w [out_features, in_features]
@@ -83,48 +82,42 @@ class ReplayRecipe:
         """
         of_a, of_b, turn = self._words(product)
         first, second = (operands[name] for name in OPERANDS_OF[product])
-        raw = first.t() if product == "dw" else first
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(_seed(seed, 0))
-            forward = self._forward(product, second)
-            again = forward if product == "y" or forward is None else forward.t()
-            again = (second.t() if product != "y" else second) if again is None else again
-            touched = bool(of_a or turn), bool(of_b or turn or forward is not None)
-            # One operand at a time is in memory before its quantiser, the one that takes more of it first.
-            b = _transformed(again, turn, seed)
-            found_b = _quantised(b, of_b, seed=_seed(seed, 2))
-            plain_b = None
-            if with_plain and touched[1]:
-                plain_b = (
-                    b if forward is None else _transformed(self._unquantised(second, product), turn, seed)
-                )
-            del b, again, forward
-            a = _transformed(raw, turn, seed)
-            found_a = _quantised(a, of_a, seed=_seed(seed, 1))
-            plain_a = a if with_plain and touched[0] else None
+        forward = self._forward(product, second, seed)
+        touched = bool(of_a or turn), bool(of_b or turn or forward is not None)
+        signs = _seed(seed, 3)
+        again = second if forward is None else forward
+        again = again if product == "y" else again.t()
+        # The second operand is made first, when nothing else of the product is in memory.
+        plain = PlainRows(again, turn, signs, takes_bfloat16=_has_table(of_b))
+        found_b = QuantisedRows(plain, of_b, _seed(seed, 2))(slice(None))
+        plain_b = None
+        if with_plain and touched[1]:
+            before = self.words.transform if self.words.mask and product != "y" else ""
+            unquantised = second if product == "y" else second.t()
+            plain_b = PlainRows(unquantised, turn, signs, before=before).whole().t()
+        del plain, again, forward
+        plain = PlainRows(
+            first.t() if product == "dw" else first, turn, signs, takes_bfloat16=_has_table(of_a)
+        )
         return OperandPair(
-            found_a,
+            QuantisedRows(plain, of_a, _seed(seed, 1), keeps=not with_plain),
             found_b.t(),
-            plain_a,
-            None if plain_b is None else plain_b.t(),
+            plain if with_plain and touched[0] else None,
+            plain_b,
             after=self._after(product, operands),
             is_exact=not any(touched) and not self.words.mask,
         )
 
-    def _forward(self, product: str, operand: Tensor) -> Tensor | None:
+    def _forward(self, product: str, operand: Tensor, seed: int) -> Tensor | None:
         """Return x or w as the backward starts with it, None if that is what was captured."""
         words = self.words
         if product == "y" or not (words.mask or self._is_again(product)):
             return None
-        found = transform(_wide(operand), words.transform, -1) if words.mask else operand
-        if self._is_again(product):
-            found = _quantised(found, words.a if OPERANDS_OF[product][1] == "x" else words.b)
-        return found
-
-    def _unquantised(self, second: Tensor, product: str) -> Tensor:
-        """Return x or w as the backward starts with it, without the forward's quantiser, and turned."""
-        found = transform(_wide(second), self.words.transform, -1) if self.words.mask else second
-        return found if product == "y" else found.t()
+        plain = PlainRows(operand, words.transform if words.mask else "", 0)
+        if not self._is_again(product):
+            return plain.whole()
+        word = words.a if OPERANDS_OF[product][1] == "x" else words.b
+        return QuantisedRows(plain, word, _seed(seed, 0))(slice(None))
 
     def _after(self, product: str, operands: CallOperands) -> After | None:
         """Return the mask and the inverse transform of a block of rows of dX or dW."""
@@ -184,27 +177,9 @@ class ReplayRecipe:
         }[product]
 
 
-def _transformed(values: Tensor, turn: str, seed: int) -> Tensor:
-    """Return values transformed along the last axis. The signs of a seed are the same for both operands."""
-    if not turn:
-        return values
-    size, _, rounded = json.loads(turn[turn.index("[") :])
-    # Where the result is rounded to bfloat16, the transform itself is computed in it, as TransformerEngine does.
-    is_low = rounded == "bf16" and values.dtype == torch.bfloat16
-    own = values.contiguous() if is_low else _wide(values)
-    torch.manual_seed(_seed(seed, 3))
-    return transform_pair(own, own.new_zeros((1, size)), turn, -1, -1)[0]
-
-
-def _quantised(values: Tensor, word: str, *, seed: int | None = None) -> Tensor:
-    """Return the values of the format in float32, along the last axis, not rounded to the captured dtype."""
-    if not word:
-        return values.to(torch.float32)
-    fits = _FITS_BFLOAT16.search(word) and not _WIDER.search(word)
-    dtype = torch.bfloat16 if fits and values.dtype == torch.bfloat16 else torch.float32
-    if seed is not None and is_random(word):
-        torch.manual_seed(seed)
-    return quantise(values.to(dtype, memory_format=torch.contiguous_format), word, -1).to(torch.float32)
+def _has_table(word: str) -> bool:
+    """Return whether values of 16 bits are quantised by a table."""
+    return bool(_BY_TABLE.search(word))
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from capd_client.recipes.linear_recipe import Operand, Transform
 from capd_client.tensors.autograd import autocast_dtype, product_dtype
 
 __all__ = [
-    "DTYPES", "cast", "clip_mask", "has_no_axis", "is_random", "quantise", "straight_through", "transform",
-    "transform_pair", "transform_word", "untransform", "word_of", "word_of_operand",
+    "DTYPES", "cast", "clip_mask", "has_no_axis", "is_random", "quantise", "spec_of_word", "straight_through",
+    "transform", "transform_of_word", "transform_pair", "transform_word", "untransform", "word_of", "word_of_operand",
 ]  # fmt: skip
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -50,7 +50,7 @@ _library.define("clip_mask(Tensor x, str word, int axis) -> Tensor")
 
 
 def _quantise(x: Tensor, word: str, axis: int) -> Tensor:
-    return quantised(x, _spec(word, axis), None)
+    return quantised(x, spec_of_word(word, axis), None)
 
 
 def _fake(x: Tensor, word: str, axis: int) -> Tensor:
@@ -58,13 +58,13 @@ def _fake(x: Tensor, word: str, axis: int) -> Tensor:
 
 
 def _transform(x: Tensor, word: str, axis: int, inverse: bool) -> Tensor:
-    size, signs, rounded = _transform_of(word)
+    size, signs, rounded = transform_of_word(word)
     own = inverse_hadamard if inverse else hadamard
     return _rounded(own(x, size, axis=axis, signs=signs, round_to=rounded), x)
 
 
 def _transform_pair(a: Tensor, b: Tensor, word: str, axis_a: int, axis_b: int) -> tuple[Tensor, Tensor]:
-    size, _, rounded = _transform_of(word)
+    size, _, rounded = transform_of_word(word)
     # Both operands have the same signs, so that the transforms cancel in the product.
     signs = torch.randint(2, (size,), device=a.device).mul_(2).sub_(1).to(torch.float32)
     one = _rounded(hadamard(a, size, axis=axis_a, signs=signs, round_to=rounded), a)
@@ -77,7 +77,7 @@ def _rounded(found: Tensor, x: Tensor) -> Tensor:
 
 
 def _clip_mask(x: Tensor, word: str, axis: int) -> Tensor:
-    spec = _spec(word, axis)
+    spec = spec_of_word(word, axis)
     layout = layout_of(x, spec)
     return layout.join(clip_mask_of_rows(layout.rows(x.detach()).to(torch.float32)))
 
@@ -149,7 +149,8 @@ def _word(fmt: str, options: dict[str, Any]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _spec(word: str, axis: int) -> Spec:
+def spec_of_word(word: str, axis: int) -> Spec:
+    """Return the format of a word, with its blocks along an axis."""
     options = json.loads(word[word.index("{") :])
     fmt = options.pop("fmt")
     if options.get("block") is not None:
@@ -158,7 +159,8 @@ def _spec(word: str, axis: int) -> Spec:
 
 
 @lru_cache(maxsize=64)
-def _transform_of(word: str) -> tuple[int, Optional[str], Optional[torch.dtype]]:
+def transform_of_word(word: str) -> tuple[int, Optional[str], Optional[torch.dtype]]:
+    """Return the size of a transform's word, its fixed signs, and the dtype to which results are rounded."""
     size, signs, rounded = json.loads(word[word.index("[") :])
     return size, "te" if signs == "te" else None, torch.bfloat16 if rounded == "bf16" else None
 

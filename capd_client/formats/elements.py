@@ -148,7 +148,9 @@ def _round_stochastically(
     steps = values.abs().div_(step)
     lower = steps.floor()
     noise = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
-    values.copy_(lower.add_(noise < steps.sub_(lower)).mul_(step))
+    # In place the comparison gives float32, which is several times as fast to add as bool.
+    lower.add_(noise.lt_(steps.sub_(lower)))
+    torch.mul(lower, step, out=values)
 
 
 def codes_of(values: torch.Tensor, element: Element) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 import torch
 from torch.nn.functional import pad
 
-from capd_client.formats.blocks import Layout, pieces, slabs
+from capd_client.formats.blocks import Layout, block_amax, finite_amax, pieces, slabs
 from capd_client.formats.elements import ELEMENTS
 from capd_client.formats.encoded import Encoded
 from capd_client.formats.fp8 import Fp8Scaling, fp8_multipliers
@@ -31,15 +31,27 @@ from capd_client.formats.special.quantiser import SpecialQuantiser, no_codes
 from capd_client.formats.unscaled import DTYPES, unscaled
 
 __all__ = [
-    "QuantisedPiece", "decoded", "encoded_as", "layout_of", "quantised", "quantised_pieces", "scaling_of",
+    "QuantisedPiece", "decoded", "encoded_as", "extremes_of", "layout_of", "quantised", "quantised_pieces", "scaling_of",
 ]  # fmt: skip
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
-def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator]) -> torch.Tensor:
-    """Quantise and dequantise x; see `capd_client.formats.qdq`."""
+def quantised(
+    x: torch.Tensor,
+    spec: Spec,
+    generator: Optional[torch.Generator],
+    extremes: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Quantise and dequantise x; see `capd_client.formats.qdq`.
+
+    Args:
+        x: The tensor, or a part of one that cuts no block.
+        spec: The format.
+        generator: Source of the random bits.
+        extremes: For a part, the `extremes_of` all parts. None for a whole tensor.
+    """
     values = _checked(x, spec)
     if spec.is_scaled:
         layout = layout_of(values, spec)
@@ -47,20 +59,35 @@ def quantised(x: torch.Tensor, spec: Spec, generator: Optional[torch.Generator])
         if spec.legacy:
             found = layout.join(legacy_mx_values(rows, spec))
         elif spec.is_special:
-            found = layout.join(
-                _special_rows(rows, spec, special_quantiser(values.reshape(-1), spec), generator)
-            )
+            special = special_quantiser(values.reshape(-1) if extremes is None else extremes, spec)
+            found = layout.join(_special_rows(rows, spec, special, generator))
         else:
             # A copy in rows takes its own results, so that there is one copy less of a large tensor.
             is_copy = rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-            found = layout.join(
-                qdq_rows(rows, spec, scaling_of(rows, spec), generator, rows if is_copy else None)
-            )
+            scaling = scaling_of(rows if extremes is None else extremes, spec)
+            found = layout.join(qdq_rows(rows, spec, scaling, generator, rows if is_copy else None))
     elif spec.rounding == "stochastic":
         found = _there_and_back(values, spec, generator)
     else:
         found = elementwise(values, _there_and_back, spec)
     return found.to(x.dtype)
+
+
+def extremes_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return what a scale of a whole tensor depends on: its largest magnitudes, finite and not, float32.
+
+    Args:
+        parts: The parts of the tensor, on the CPU.
+    """
+    found = [torch.zeros(())]
+    for part in parts:
+        for piece in pieces(part):
+            low, high = (one.to(torch.float32) for one in torch.aminmax(part[piece]))
+            largest = torch.maximum(-low, high)
+            found.append(largest)
+            if not bool(largest.isfinite()):
+                found.append(finite_amax(part[piece]))
+    return torch.stack(found)
 
 
 @torch.no_grad()
@@ -214,10 +241,11 @@ def _special_pieces(
             shape = (len(found.after), -1)
             # The scale of hif4 is more than a number. Its E6M2 part is `after`.
             stored = found.after if spec.fmt == "hif4" else found.stored
+            values = values.view(shape)
+            amax = block_amax(values) if found.amax is None else found.amax
             yield QuantisedPiece(
-                values.view(shape), found.found.view(shape), found.amax, found.after, stored,
-                within[piece].view(shape),
-            )  # fmt: skip
+                values, found.found.view(shape), amax, found.after, stored, within[piece].view(shape)
+            )
 
 
 def _quantised_rows(
@@ -229,7 +257,7 @@ def _quantised_rows(
         return QuantisedPiece(values, found, amax, scales.after, scales.stored)
     stored = legacy_mx_codes(rows, spec)[1]
     found = legacy_mx_values(rows, spec).to(torch.float32)
-    return QuantisedPiece(values, found, values.abs().amax(-1, keepdim=True), mx_multipliers(stored), stored)
+    return QuantisedPiece(values, found, block_amax(values), mx_multipliers(stored), stored)
 
 
 def _checked(x: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional, Protocol
 
 import torch
 
-from capd_client.formats.blocks import pieces
+from capd_client.formats.blocks import block_amax, pieces
 from capd_client.formats.elements import ELEMENTS, Element, codes_of, decode_table, quantise
 from capd_client.formats.spec import Spec
 
@@ -116,7 +116,7 @@ def element_of(spec: Spec) -> Element:
 
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
-    return values.abs().amax(-1, keepdim=True) if values.ndim > 1 else values.new_zeros(())
+    return block_amax(values) if values.ndim > 1 else values.new_zeros(())
 
 
 def _on_grid(

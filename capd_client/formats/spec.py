@@ -106,6 +106,13 @@ class Spec:
         return named or self.fmt == "hif4" or self.scale_mode == "std" or self.rounding == "eden"
 
     @property
+    def has_scale_of_all(self) -> bool:
+        """Whether a scale depends on the values of the whole tensor."""
+        if self.fmt == "fp8":
+            return self.block is None and self.scale_mode != "unit"
+        return self.fmt == "nvfp4" and self.tensor_scale and self.outer is None
+
+    @property
     def is_random(self) -> bool:
         """Whether results depend on random bits."""
         return self.rounding in ("stochastic", "eden")

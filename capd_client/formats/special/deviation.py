@@ -54,7 +54,7 @@ class DeviationQuantiser:
         grid = quantise(rows * e8m0_reciprocals(stored), rows, _E2M1, self._rounding, generator=generator)
         found = grid * after
         own = codes_of(grid, _E2M1) if codes else None
-        return SpecialRows(found, rows.abs().amax(-1, keepdim=True), after, own, stored.to(torch.uint8))
+        return SpecialRows(found, None, after, own, stored.to(torch.uint8))
 
 
 def clip_mask(rows: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Optional
 
 import torch
 
-from capd_client.formats.blocks import finite_amax
+from capd_client.formats.blocks import block_amax, finite_amax
 from capd_client.formats.elements import ELEMENTS, codes_of, quantise
 from capd_client.formats.spec import Block, Spec
 from capd_client.formats.special.quantiser import SpecialRows, no_codes
@@ -53,7 +53,7 @@ class EdenQuantiser:
         if codes:
             raise no_codes(self._spec, "rounding='eden'")
         blocks = rows.view(len(rows), -1, 16)
-        amax = blocks.abs().amax(-1, keepdim=True)
+        amax = block_amax(blocks)
         wanted = amax / torch.full_like(amax, _LARGEST_VALUE) / self._outer
         scale = quantise(wanted.clone(), wanted, _E4M3, "even")
         scale = torch.where(scale == 0, 1.0, scale)

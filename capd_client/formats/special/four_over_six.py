@@ -26,6 +26,7 @@ __all__ = ["FourOverSixQuantiser"]
 _E2M1, _E4M3 = ELEMENTS["e2m1"], ELEMENTS["e4m3"]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _BOUND, _WIDTH = 256.0, 16
+_MAGNITUDE = 0x7FFFFFFF
 
 
 class FourOverSixQuantiser:
@@ -46,34 +47,43 @@ class FourOverSixQuantiser:
         self, rows: torch.Tensor, generator: Optional[torch.Generator], *, codes: bool = False
     ) -> SpecialRows:
         """Quantise rows; see `SpecialQuantiser`."""
-        amax = rows.abs().amax(-1, keepdim=True)
+        # One line for each place of a block: sums and scales of blocks are then those of whole vectors.
+        lines = rows.t().contiguous()
+        amax = lines.view(torch.int32).bitwise_and(_MAGNITUDE).amax(0).view(torch.float32)
         base = amax / torch.full_like(amax, _E2M1.max_value) * self._encode
-        six, four = self._candidate(rows, base), self._candidate(rows, base * 1.5)
-        is_four = self._error(rows, *four) < self._error(rows, *six)
-        grid, scale = (
-            torch.where(is_four, of_four, of_six) for of_four, of_six in zip(four, six, strict=True)
-        )
+        six, four = self._candidate(lines, base), self._candidate(lines, base * 1.5)
+        is_four = self._error(lines, *four) < self._error(lines, *six)
+        scale = torch.where(is_four, four[1], six[1])
         scale = torch.where(amax.isfinite(), scale, torch.nan)
         after = scale * self._decode
-        own = codes_of(grid, _E2M1) if codes else None
-        return SpecialRows(grid * after, amax, after, own, codes_of(scale, _E4M3))
+        grid = _chosen(is_four, four[0], six[0])
+        own = codes_of(grid, _E2M1).t().contiguous() if codes else None
+        found = grid.mul_(after).t().contiguous()
+        return SpecialRows(
+            found, amax.view(-1, 1), after.view(-1, 1), own, codes_of(scale, _E4M3).view(-1, 1)
+        )
 
-    def _candidate(self, rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _candidate(self, lines: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the elements and the scale of each block, for a wanted scale."""
         scale = quantise(wanted.clone(), wanted, _E4M3, "even")
         before = (1.0 / (scale * self._decode)).clamp(max=_FLOAT32_MAX)
-        return quantise(rows * before, rows, _E2M1, self._rounding), scale
+        return quantise(lines * before, lines, _E2M1, self._rounding), scale
 
-    def _error(self, rows: torch.Tensor, grid: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the error of each block, float32 [blocks, 1]."""
+    def _error(self, lines: torch.Tensor, grid: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the error of each block, float32 [blocks]."""
         divisor = torch.full_like(self._amax, _BOUND * _E2M1.max_value)
-        off = grid.mul(scale).mul_(self._amax).div_(divisor).sub_(rows)
+        off = grid.mul(scale).mul_(self._amax).div_(divisor).sub_(lines)
         terms = off.square_() if self._squared else off.abs_()
-        lines = terms.view(len(rows), -1, _WIDTH)
-        total = torch.zeros_like(lines[..., 0])
-        for column in lines.unbind(-1):
+        total, *columns = terms.view(-1, _WIDTH, terms.shape[-1]).unbind(1)
+        for column in columns:
             total = total + column
-        while total.shape[1] > 1:
-            half = total.shape[1] // 2
-            total = total[:, :half] + total[:, half:]
-        return total
+        while len(total) > 1:
+            half = len(total) // 2
+            total = total[:half] + total[half:]
+        return total.squeeze(0)
+
+
+def _chosen(is_one: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the columns of `one` where they are chosen, else those of `other`. It is as `torch.where`, but faster."""
+    a, b = one.view(torch.int32), other.view(torch.int32)
+    return a.bitwise_xor(b).bitwise_and_(is_one.to(torch.int32).neg_()).bitwise_xor_(b).view(torch.float32)

@@ -14,6 +14,7 @@ from typing import Optional
 
 import torch
 
+from capd_client.formats.blocks import block_amax
 from capd_client.formats.elements import ELEMENTS, codes_of, quantise
 from capd_client.formats.spec import Block, Spec
 from capd_client.formats.special.quantiser import SpecialRows, no_codes
@@ -41,7 +42,7 @@ class OuterQuantiser:
         if codes:
             raise no_codes(self._spec, "outer")
         blocks = rows.view(len(rows), -1, 16)
-        amax = blocks.abs().amax(-1, keepdim=True)
+        amax = block_amax(blocks)
         whole = amax.amax(1, keepdim=True)
         outer = whole / torch.full_like(whole, _E4M3.max_value) / torch.full_like(whole, _E2M1.max_value)
         outer = torch.where(whole == 0, 1.0, outer)

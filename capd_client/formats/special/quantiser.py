@@ -16,14 +16,14 @@ class SpecialRows(NamedTuple):
 
     Attributes:
         found: The values after quantising and dequantising, float32 in the shape of the rows.
-        amax: The largest magnitude of each block, float32 [blocks, 1].
+        amax: The largest magnitude of each block, float32 [blocks, 1]; None if the scale does not depend on it.
         after: The multiplier of the decoded elements of each block, float32 [blocks, 1].
         codes: The codes of the elements, uint8 in the shape of the rows; None if the format keeps none.
         stored: The scales as `Encoded` stores them, [blocks, 1].
     """
 
     found: torch.Tensor
-    amax: torch.Tensor
+    amax: Optional[torch.Tensor]
     after: torch.Tensor
     codes: Optional[torch.Tensor]
     stored: torch.Tensor
