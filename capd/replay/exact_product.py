@@ -49,9 +49,11 @@ class ExactProduct:
         """The exponent by which a sum of squares of scaled values is too small."""
         return 2 * (self.a_exponent + self.b_exponent)
 
-    def blocks(self) -> Iterator[slice]:
-        """Yield the blocks of rows."""
-        yield from _blocks(*self.values.shape)
+    def blocks(self, rows: slice | None = None, *, many: int = 1) -> Iterator[slice]:
+        """Yield ranges of so many blocks of rows; of the whole product, or of a range that starts with a block."""
+        first, last, _ = (rows or slice(None)).indices(self.values.shape[0])
+        for block in _blocks(last - first, self.values.shape[1], many):
+            yield slice(first + block.start, first + block.stop)
 
     def difference(self, rows: slice, a: Tensor, b: Tensor, after: After | None = None) -> Tensor:
         """Return a b - G of a block of rows, scaled as G, and 0 where G is not finite.
@@ -111,8 +113,8 @@ def row_sums(a: Tensor, b: Tensor) -> Tensor:
     return torch.mul(a, b).sum(1).to(torch.float64)
 
 
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, _BLOCK_VALUES // max(1, columns))
+def _blocks(rows: int, columns: int, many: int = 1) -> Iterator[slice]:
+    step = max(1, _BLOCK_VALUES // max(1, columns)) * many
     for first in range(0, rows, step):
         yield slice(first, min(rows, first + step))
 

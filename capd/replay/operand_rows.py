@@ -17,7 +17,7 @@ from capd_client.formats.encoding import extremes_of, quantised
 from capd_client.formats.spec import Spec
 from capd_client.formats.transforms.hadamard import Signs, hadamard
 
-__all__ = ["PlainRows", "QuantisedRows", "Rows"]
+__all__ = ["PlainRows", "QuantisedRows", "Rows", "slabs"]
 
 Rows = Callable[[slice], Tensor]
 """Returns some rows of an operand, float32."""
@@ -61,8 +61,8 @@ class PlainRows:
         """Return some rows, contiguous."""
         values = self.raw[wanted]
         if not values.is_contiguous():
-            # A turned copy of float32 is faster than one of 16 bits.
-            values = values.to(torch.float32).contiguous()
+            # torch turns a whole matrix of float32 several times as fast as a part of one, or as 16 bits.
+            values = values.t().to(torch.float32).contiguous().t().contiguous()
         values = values.to(self.dtype)
         for turn, axis in ((self._before, 0), (self._turn, -1)):
             if turn is not None:
@@ -75,7 +75,7 @@ class PlainRows:
         if not self.is_transformed:
             return self.raw.to(dtype)
         found = torch.empty(self.raw.shape, dtype=dtype)
-        for rows in _slabs(0, *self.raw.shape, self.step):
+        for rows in slabs(0, *self.raw.shape, self.step):
             found[rows] = self(rows)
         return found
 
@@ -110,7 +110,7 @@ class QuantisedRows:
             parts = iter([plain.raw if plain.raw.is_contiguous() else plain.raw.t()])
             if plain.is_transformed:
                 self._plain = plain.whole(plain.dtype).__getitem__ if keeps else plain
-                parts = map(self._plain, _slabs(0, *self._shape, plain.step))
+                parts = map(self._plain, slabs(0, *self._shape, plain.step))
             self._extremes = extremes_of(parts)
 
     def __call__(self, wanted: slice) -> Tensor:
@@ -121,11 +121,11 @@ class QuantisedRows:
             self._whole = self(slice(None))
         if self._whole is not None:
             return self._whole[wanted]
-        slabs = [*_slabs(first, last, self._shape[1], self._step)]
-        if len(slabs) == 1:
-            return self._quantised(slabs[0])
+        parts = [*slabs(first, last, self._shape[1], self._step)]
+        if len(parts) == 1:
+            return self._quantised(parts[0])
         found = torch.empty(last - first, self._shape[1])
-        for rows in slabs:
+        for rows in parts:
             found[rows.start - first : rows.stop - first] = self._quantised(rows)
         return found
 
@@ -146,8 +146,8 @@ def _turn(word: str, seed: int) -> tuple[int, Signs, torch.dtype | None]:
     return size, drawn.mul_(2).sub_(1).to(torch.float32), rounded
 
 
-def _slabs(first: int, last: int, columns: int, step: int) -> Iterator[slice]:
-    """Yield ranges of rows, whole multiples of `step` but for the last one."""
+def slabs(first: int, last: int, columns: int, step: int = 1) -> Iterator[slice]:
+    """Yield ranges of rows whose values stay in the caches, whole multiples of `step` but for the last one."""
     rows = max(step, _SLAB_VALUES // max(1, columns) // step * step)
     for start in range(first, last, rows):
         yield slice(start, min(last, start + rows))

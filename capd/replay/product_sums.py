@@ -16,6 +16,9 @@ from capd.replay.sums import BlameSums, DrawSums, ProductSums, WorstRow
 
 __all__ = ["OperandPair", "measure_product"]
 
+# So many blocks are multiplied at once: each product lays out all of B again.
+_MULTIPLIED_BLOCKS = 4
+
 
 class OperandPair(NamedTuple):
     """The operands of one product in a recipe.
@@ -93,31 +96,40 @@ class _Measuring:
 
     def add(self, pair: OperandPair, mean: Tensor | None) -> None:
         """Add the product of a pair, and its error to `mean`."""
-        product, found = self._product, self._found
-        plain_b = None if pair.plain_b is None or found.blame is None else pair.plain_b.to(torch.float32)
-        signal = noise = cross = 0.0
-        for rows in product.blocks():
-            a = pair.a(rows)
-            d = product.difference(rows, a, pair.b, pair.after)
-            of_signal = product.signal[rows]
-            of_noise, of_cross = row_sums(d, d), row_sums(product.values[rows], d)
-            if not math.isfinite(float(of_noise.sum()) + float(of_cross.sum())):
-                of_signal, of_noise, of_cross = self._without_lost(rows, d)
-            signal += float(of_signal.sum())
-            noise += float(of_noise.sum())
-            cross += float(of_cross.sum())
-            self._note_worst(rows.start, of_signal, of_noise)
-            if mean is not None:
-                mean[rows] += d
-            if found.blame is not None:
-                self._blame(found.blame, pair, a, plain_b, rows, d, float(of_noise.sum()))
-        found.signal += _units(signal, self._power)
-        found.noise += _units(noise, self._power)
-        found.cross += _units(cross, self._power)
+        plain_b = (
+            None if pair.plain_b is None or self._found.blame is None else pair.plain_b.to(torch.float32)
+        )
+        # The parts of an error take the memory of several products.
+        many = 1 if self._found.blame is not None else _MULTIPLIED_BLOCKS
+        totals = (0.0, 0.0, 0.0)
+        for some in self._product.blocks(many=many):
+            a = pair.a(some)
+            errors = self._product.difference(some, a, pair.b, pair.after)
+            for rows in self._product.blocks(some):
+                d = errors[rows.start - some.start : rows.stop - some.start]
+                more, lost = self._sums(rows, d)
+                totals = (totals[0] + more[0], totals[1] + more[1], totals[2] + more[2])
+                if mean is not None:
+                    mean[rows] += d
+                if self._found.blame is not None:
+                    self._blame(self._found.blame, self._parts(pair, a, plain_b, rows, d), d, lost)
+                    self._found.blame.noise += _units(more[1], self._power)
+        self._found.signal += _units(totals[0], self._power)
+        self._found.noise += _units(totals[1], self._power)
+        self._found.cross += _units(totals[2], self._power)
 
-    def _without_lost(self, rows: slice, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums(self, rows: slice, d: Tensor) -> tuple[tuple[float, float, float], Tensor | None]:
+        """Return Σ G², Σ d² and Σ G d of some rows, and which values are lost. Lost values of d become 0."""
+        of_signal, lost = self._product.signal[rows], None
+        of_noise, of_cross = row_sums(d, d), row_sums(self._product.values[rows], d)
+        if not math.isfinite(float(of_noise.sum()) + float(of_cross.sum())):
+            lost = ~d.isfinite()
+            of_signal, of_noise, of_cross = self._without_lost(rows, d, lost)
+        self._note_worst(rows.start, of_signal, of_noise)
+        return (float(of_signal.sum()), float(of_noise.sum()), float(of_cross.sum())), lost
+
+    def _without_lost(self, rows: slice, d: Tensor, lost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Set lost values of d to 0, count them, and return the sums of the rows in float64."""
-        lost = ~d.isfinite()
         d.masked_fill_(lost, 0.0)
         self._found.lost += int(lost.sum())
         values, error = (
@@ -136,39 +148,36 @@ class _Measuring:
             if self._found.worst is None or level < self._found.worst.sqnr_db:
                 self._found.worst = WorstRow(self._call, self._row_of(first + row), level)
 
-    def _blame(
-        self,
-        sums: BlameSums,
-        pair: OperandPair,
-        a: Tensor,
-        plain_b: Tensor | None,
-        rows: slice,
-        d: Tensor,
-        noise: float,
-    ) -> None:
-        """Add the parts of the error d of some rows."""
-        parts: list[Tensor | None]
+    def _parts(
+        self, pair: OperandPair, a: Tensor, plain_b: Tensor | None, rows: slice, d: Tensor
+    ) -> list[Tensor | None]:
+        """Return the parts of the error d of some rows, in the order of `BLAMED`. `a` are those rows of A."""
         if pair.after is None and (pair.plain_a is None or plain_b is None):
             # Only one operand is quantised, and the whole error is its own.
-            parts = [None if pair.plain_a is None else d, None if plain_b is None else d, None, None]
-        else:
-            plain_a = a if pair.plain_a is None else pair.plain_a(rows).to(torch.float32)
-            right = pair.b if plain_b is None else plain_b
-            # What comes after the product has an error of its own.
-            base = None if pair.after is None else self._product.difference(rows, plain_a, right, pair.after)
-            of_a = self._product.difference(rows, a, right, pair.after)
-            of_b = self._product.difference(rows, plain_a, pair.b, pair.after)
-            cross = d - of_a - of_b
-            if base is not None:
-                of_a, of_b, cross = of_a.sub_(base), of_b.sub_(base), cross.add_(base)
-            parts = [of_a, of_b, cross, base]
+            return [None if pair.plain_a is None else d, None if plain_b is None else d, None, None]
+        plain_a = a if pair.plain_a is None else pair.plain_a(rows).to(torch.float32)
+        right = pair.b if plain_b is None else plain_b
+        # What comes after the product has an error of its own.
+        base = None if pair.after is None else self._product.difference(rows, plain_a, right, pair.after)
+        of_a = self._product.difference(rows, a, right, pair.after)
+        of_b = self._product.difference(rows, plain_a, pair.b, pair.after)
+        cross = d - of_a - of_b
+        if base is not None:
+            of_a, of_b, cross = of_a.sub_(base), of_b.sub_(base), cross.add_(base)
+        return [of_a, of_b, cross, base]
+
+    def _blame(self, sums: BlameSums, parts: list[Tensor | None], d: Tensor, lost: Tensor | None) -> None:
+        """Add the parts of the error d of some rows."""
         for at, part in enumerate(parts):
-            if part is not None:
-                sums.energy[at] += _units(float(row_sums(part, part).sum()), self._power)
-                # The same function for both sums, so that the share of a part that is d is 1.
-                inner = row_sums(part, part) if part is d else row_sums(part, d)
-                sums.inner[at] += _units(float(inner.sum()), self._power)
-        sums.noise += _units(noise, self._power)
+            if part is None:
+                continue
+            if lost is not None and part is not d:
+                part.masked_fill_(lost, 0.0)
+            energy = float(row_sums(part, part).sum())
+            # The same function for both sums, so that the share of a part that is d is 1.
+            inner = energy if part is d else float(row_sums(part, d).sum())
+            sums.energy[at] += _units(energy, self._power)
+            sums.inner[at] += _units(inner, self._power)
 
 
 def _units(value: float, exponent: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from capd.errors import ConfigError
 from capd.products.captured.calls import ProductCall
 from capd.replay.exact_product import After
-from capd.replay.operand_rows import PlainRows, QuantisedRows
+from capd.replay.operand_rows import PlainRows, QuantisedRows, slabs
 from capd.replay.product_sums import OperandPair
 from capd_client.config.recipe import BASELINES, NONE, Recipe
 from capd_client.emulation.products import linear
@@ -123,10 +123,13 @@ class ReplayRecipe:
         """Return the mask and the inverse transform of a block of rows of dX or dW."""
         if not self.words.mask or product == "y":
             return None
-        masked = operands["x" if product == "dx" else "w"]
+        masked = PlainRows(operands["x" if product == "dx" else "w"], "", 0)
 
         def after(rows: slice, values: Tensor) -> Tensor:
-            return after_product(product, values, _wide(masked[rows]), self.words)
+            for some in slabs(0, *values.shape):
+                operand = masked(slice(rows.start + some.start, rows.start + some.stop))
+                values[some] = after_product(product, values[some], operand, self.words)
+            return values
 
         return after
 
@@ -180,10 +183,6 @@ class ReplayRecipe:
 def _has_table(word: str) -> bool:
     """Return whether values of 16 bits are quantised by a table."""
     return bool(_BY_TABLE.search(word))
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _seed(seed: int, use: int) -> int:

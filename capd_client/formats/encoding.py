@@ -31,7 +31,8 @@ from capd_client.formats.special.quantiser import SpecialQuantiser, no_codes
 from capd_client.formats.unscaled import DTYPES, unscaled
 
 __all__ = [
-    "QuantisedPiece", "decoded", "encoded_as", "extremes_of", "layout_of", "quantised", "quantised_pieces", "scaling_of",
+    "QuantisedPiece", "decoded", "encoded_as", "extremes_of", "layout_of", "quantised", "quantised_pieces",
+    "scaling_of",
 ]  # fmt: skip
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -181,3 +181,20 @@ def test_sums_merge_in_any_order() -> None:
     whole = measure_product(lambda _: _pair(a, b), exact_product(a, b))
     assert forwards.calls == 3
     assert forwards.sqnr_db == pytest.approx(whole.sqnr_db, abs=1e-5)
+
+
+def test_what_is_lost_has_no_part_in_the_blame() -> None:
+    a, b = _operands()
+    pair = _pair(a, b)
+    lost = pair.b.clone()
+    lost[:, 7] = math.nan
+    found = measure_product(lambda _: pair._replace(b=lost), exact_product(a, b), blame=True)
+    rest = [column for column in range(80) if column != 7]
+    assert pair.plain_b is not None
+    some = pair._replace(b=pair.b[:, rest], plain_b=pair.plain_b[:, rest])
+    expected = measure_product(lambda _: some, exact_product(a, b[:, rest]), blame=True)
+    assert (found.lost, expected.lost) == (96, 0)
+    assert found.blame is not None
+    assert expected.blame is not None
+    for name, shares in found.blame.shares().items():
+        assert shares == {key: pytest.approx(each) for key, each in expected.blame.shares()[name].items()}
