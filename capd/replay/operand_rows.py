@@ -75,7 +75,8 @@ class PlainRows:
         if not self.is_transformed:
             return self.raw.to(dtype)
         found = torch.empty(self.raw.shape, dtype=dtype)
-        for rows in slabs(0, *self.raw.shape, self.step):
+        length, columns = self.raw.shape
+        for rows in slabs(0, length, columns, self.step):
             found[rows] = self(rows)
         return found
 
@@ -110,7 +111,8 @@ class QuantisedRows:
             parts = iter([plain.raw if plain.raw.is_contiguous() else plain.raw.t()])
             if plain.is_transformed:
                 self._plain = plain.whole(plain.dtype).__getitem__ if keeps else plain
-                parts = map(self._plain, slabs(0, *self._shape, plain.step))
+                length, columns = self._shape
+                parts = map(self._plain, slabs(0, length, columns, plain.step))
             self._extremes = extremes_of(parts)
 
     def __call__(self, wanted: slice) -> Tensor:
