@@ -56,7 +56,7 @@ class Offers:
 
     __slots__ = (
         "_common", "_computed", "_kind", "_lacks", "_module", "_named", "_of_tensor", "_parameter_at", "_place",
-        "_sink", "_state", "_wanted", "kept", "rules", "tensors",
+        "_sink", "_state", "_tied", "_wanted", "kept", "rules", "tensors",
     )  # fmt: skip
 
     def __init__(self, site: Site, place: Place, wanted: Mapping[str, Wanted], sink: Sink) -> None:
@@ -66,6 +66,7 @@ class Offers:
         self._sink = sink
         self._computed = site.computed
         self._state = site.state
+        self._tied = site.tied
         self._common = site.attributes
         self._of_tensor = dict(site.of_tensor)
         self._lacks = frozenset(name for name, _ in site.lacks)
@@ -184,6 +185,9 @@ class Offers:
         emulation = emulation_label.NONE if module is None else emulation_label.text_of(module)
         own = (*self._common, *self._of_tensor.get(tensor_name, ()))
         found = {**dict(own), emulation_label.ATTRIBUTE: emulation}
+        is_gradient = tensor_name == f"grad_{self._kind.parameter}"
+        if is_gradient and self._tied is not None and module is not None and self._tied(module):
+            found["tied"] = True
         if (perturbed := self._sink.config.perturb) is not None:
             found["perturb"] = perturbed
         return found

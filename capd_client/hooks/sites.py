@@ -61,6 +61,7 @@ class Site(NamedTuple):
         lacks: The tensors that this product does not have, each with the reason.
         computed: Whether the parameter is computed again for every call.
         state: Returns the state that is captured with a quantised parameter.
+        tied: Returns whether another module has the parameter, too. It is asked when its first gradient is captured.
     """
 
     module: nn.Module
@@ -77,6 +78,7 @@ class Site(NamedTuple):
     lacks: tuple[tuple[str, str], ...] = ()
     computed: bool = False
     state: Optional[Callable[[nn.Module], QuantisedState]] = None
+    tied: Optional[Callable[[nn.Module], bool]] = None
 
 
 def operands_of(

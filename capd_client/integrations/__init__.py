@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -47,7 +49,7 @@ def find_sites(model: nn.Module) -> dict[str, list[Site]]:
             taken = {(site.kind, site.suffix) for site in known}
             known.extend(site for site in sites if (site.kind, site.suffix) not in taken)
     place = (*coordinates(model.parameters()), *_dropout(model))
-    shared = _shared_parameters(model)
+    shared = _SharedParameters(model)
     return {
         name: _at(place, [_with_tie(site, shared) for site in found[name]])
         for name, _ in model.named_modules()
@@ -60,6 +62,24 @@ def multiplies(module: nn.Module) -> bool:
     return linears.is_linear(module) or megatron.is_one_kernel(module)
 
 
+class _SharedParameters:
+    """The parameters that several modules of a model have: when it is watched, and when a gradient is captured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.at_first = _shared_parameters(model)
+
+    @cached_property
+    def afterwards(self) -> frozenset[int]:
+        """The same when it is first asked for: a job may tie weights after its model is watched."""
+        model = self._model()
+        return frozenset() if model is None else _shared_parameters(model)
+
+    def has(self, name: str, module: nn.Module) -> bool:
+        """Return whether a parameter of the module was tied afterwards."""
+        return id(module._parameters.get(name)) in self.afterwards
+
+
 def _shared_parameters(model: nn.Module) -> frozenset[int]:
     """Return the ids of the parameters that several modules of the model have, such as a head tied to an embedding."""
     holders = Counter(
@@ -70,15 +90,17 @@ def _shared_parameters(model: nn.Module) -> frozenset[int]:
     return frozenset(number for number, count in holders.items() if count > 1)
 
 
-def _with_tie(site: Site, shared: frozenset[int]) -> Site:
+def _with_tie(site: Site, shared: _SharedParameters) -> Site:
     """Return the site, with the attribute `tied` for the gradient of a parameter that another module has, too.
 
     A layer whose own weight is None gets its weight as an argument, from the module that has it.
     """
     name = site.kind.parameter
     own = site.module._parameters
-    if not name or not (id(own.get(name)) in shared or (name in own and own[name] is None)):
+    if not name:
         return site
+    if not (id(own.get(name)) in shared.at_first or (name in own and own[name] is None)):
+        return site._replace(tied=partial(shared.has, name))
     gradient = f"grad_{name}"
     of_tensor = dict(site.of_tensor)
     of_tensor[gradient] = (*of_tensor.get(gradient, ()), ("tied", True))
