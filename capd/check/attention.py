@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from capd.check.comparable import UNKNOWN_CAST
 from capd.check.judging import ProductJudgement, ProductLimits, judged_sums
 from capd.check.precision import Precision, precision_of
-from capd.check.residual import RowSums
+from capd.check.residual import RowSums, fitted_sums, squares_of, without_nonfinite
 from capd.products.captured.calls import CapturedTensor, ProductCall
 from capd.store.read.series import tensor_of
 
@@ -93,7 +94,7 @@ def attention_reason(call: ProductCall) -> str | None:
     if any("cp_size" in one.attributes and one.attributes["cp_size"] != 1 for one in call.tensors.values()):
         return "the sequence is split over context-parallel ranks"
     if precision_of([call.tensors[name].dtype for name in "qkvo"]) is None:
-        return "operands and result have dtypes of which the cast is not known"
+        return UNKNOWN_CAST
     if call.tensors["q"].attributes.get("layout") not in _LAYOUTS or len(call.tensors["q"].shape) != 4:
         return "the order of the axes is not known"
     facts = facts_of(call.tensors["o"])
@@ -110,7 +111,7 @@ def judged_attention(call: ProductCall, limits: ProductLimits) -> ProductJudgeme
     """
     known = precision_of([call.tensors[name].dtype for name in "qkvo"])
     if known is None:
-        return "operands and result have dtypes of which the cast is not known"
+        return UNKNOWN_CAST
     axes = _LAYOUTS[call.tensors["q"].attributes["layout"]]
     q, k, v = (_read(call.tensors[name]).permute(axes) for name in "qkv")
     o = _read(call.tensors["o"])
@@ -163,13 +164,13 @@ def _sums(operands: _Attention, o: Tensor, precision: Precision) -> RowSums:
     # The key that the first query sees last.
     start = tokens - q.shape[2] if mask == _CAUSAL_FROM_THE_END else 0
     d2, y2, s2, odd = [], [], [], []
-    fit = [0.0, 0.0, 0.0]
+    cc, largest = 0.0, min(torch.finfo(o.dtype).max, torch.finfo(precision.cast).max)
     step = max(1, _BLOCK_VALUES // max(1, tokens))
     for batch in range(q.shape[0]):
         for head in range(q.shape[1]):
             keys = precision.operand(k[batch, head // shared]).t()
             values = precision.operand(v[batch, head // shared])
-            squares = values.square().sum(1)
+            squares = squares_of(values)
             for first in range(0, q.shape[2], step):
                 own = precision.operand(q[batch, head, first : first + step])
                 scores = own @ keys * scale
@@ -178,19 +179,16 @@ def _sums(operands: _Attention, o: Tensor, precision: Precision) -> RowSums:
                     scores.masked_fill_(torch.arange(tokens) > rows, -math.inf)
                 weights = scores.softmax(-1)
                 y, c = weights @ values, o[batch, head, first : first + step].to(dtype)
-                bad = ~(y.isfinite() & c.isfinite())
-                odd.append((y.isfinite() != c.isfinite()).any(1))
-                y, c = y.masked_fill(bad, 0.0), c.masked_fill(bad, 0.0)
-                d2.append((c - y).square().sum(1).double())
-                y2.append(y.square().sum(1).double())
+                y, c, bad = without_nonfinite(y, c, largest)
+                odd.append(bad)
+                d2.append(squares_of(c - y))
+                y2.append(squares_of(y))
+                cc += float(squares_of(c).sum())
                 # The weights are rounded to the dtype before they multiply, each of about the size of its share.
-                s2.append((weights.square() @ squares).double().nan_to_num(0.0))
-                fit = [
-                    fit[0] + float((c * y).sum()),
-                    fit[1] + float((y * y).sum()),
-                    fit[2] + float((c * c).sum()),
-                ]
-    return RowSums(torch.cat(d2), torch.cat(y2), torch.cat(s2), (fit[0], fit[1], fit[2]), torch.cat(odd))
+                s2.append((weights.double().square_() @ squares).nan_to_num(0.0, 0.0, 0.0))
+    all_d2, all_y2 = torch.cat(d2), torch.cat(y2)
+    fit = fitted_sums(float(all_d2.sum()), float(all_y2.sum()), cc)
+    return RowSums(all_d2, all_y2, torch.cat(s2), fit, torch.cat(odd))
 
 
 def _no_columns() -> RowSums:

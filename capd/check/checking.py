@@ -17,27 +17,28 @@ from capd.check.comparable import (
     NAMES,
     OPERANDS,
     TITLES,
+    UNKNOWN_CAST,
     parts_of,
     precision_of_product,
     reason_of,
     recipe_of,
 )
-from capd.check.judging import ProductJudgement, ProductLimits, judged
+from capd.check.judging import LEAST_ROWS, ProductJudgement, ProductLimits, judged
 from capd.check.precision import Precision
 from capd.check.residual import Product
+from capd.check.units import CheckUnit, order_of
 from capd.io.items import UNREADABLE, Skipped, skipped
-from capd.products.captured.calls import CapturedTensor, ProductCall, ProductCalls, sampled
+from capd.products.captured.calls import CapturedTensor, ProductCall
 from capd.replay.operands import ShapeMismatch, matrix, operands_of
 from capd.replay.recipes import ReplayRecipe
 
-__all__ = ["CheckOutcome", "Checked", "Finding", "check_calls", "checked_units", "units_of"]
+__all__ = ["CheckOutcome", "Checked", "Finding", "check_calls", "checked_unit"]
 
 # The memory that a check takes, by the bytes of its tensors: float32 of bfloat16, and copies of blocks.
 _WORK = 5
 _SHAPES = "shapes that do not multiply"
-
-Unit = Sequence[ProductCall]
-"""The calls of a module in one micro-batch, whose weight has one gradient."""
+# The operands of the micro-batches over which a gradient may be summed are in memory together.
+_MOST_SUMMED = 1 << 30
 
 
 class Finding(NamedTuple):
@@ -71,9 +72,9 @@ class Checked(CheckOutcome):
 
     calls: int = 0
 
-    def add(self, unit: Unit, other: CheckOutcome) -> None:
+    def add(self, unit: CheckUnit, other: CheckOutcome) -> None:
         """Add the outcome of a unit."""
-        self.calls += len(unit)
+        self.calls += len(unit.calls)
         self.findings += other.findings
         self.left_out += other.left_out
         self.skipped += other.skipped
@@ -84,105 +85,129 @@ class Checked(CheckOutcome):
         return sorted((one for one in self.findings if one.judgement.is_beyond), key=_executed)
 
 
-def units_of(calls: ProductCalls, share: float) -> list[Unit]:
-    """Return the calls by module and micro-batch, in order of iteration and micro-batch. Of a module, a share."""
-    found: list[Unit] = []
-    for module in calls.by_module(("x", "g", "y", "dx", "dw", "q", "o")):
-        units: dict[tuple[object, ...], list[ProductCall]] = {}
-        for call in module:
-            place = tuple(call.place[name] for name in ("attempt", "iteration", "micro_batch"))
-            units.setdefault(place, []).append(call)
-        found += sampled(list(units.values()), share)
-    return sorted(found, key=lambda unit: _order(unit[0]))
-
-
-def _order(call: ProductCall) -> tuple[int, ...]:
-    return tuple(
-        value if type(value) is int else -1
-        for value in (call.place[name] for name in ("attempt", "iteration", "micro_batch", "layer"))
-    )
-
-
 def _executed(one: Finding) -> tuple[float, ...]:
     place, is_forward = one.call.place, one.product in ("y", "o")
     # What is in no layer is a head, which comes last.
     layer = place["layer"] if type(place["layer"]) is int else math.inf
-    return (*_order(one.call)[:3], not is_forward, layer if is_forward else -layer)
+    return (*order_of(one.call)[:3], not is_forward, layer if is_forward else -layer)
 
 
 def check_calls(
-    units: Sequence[Unit], limits: ProductLimits, threads: int
-) -> Iterator[tuple[Unit, CheckOutcome]]:
+    units: Sequence[CheckUnit], limits: ProductLimits, threads: int
+) -> Iterator[tuple[CheckUnit, CheckOutcome]]:
     """Check units in threads, ahead of the consumer, within 128 MiB or one unit. Yield them in order."""
     with worker_threads(threads, "check") as pool:
-
-        def nbytes(unit: Unit) -> int:
-            return _WORK * sum(one.nbytes for call in unit for one in call.tensors.values())
-
         for unit, future in ahead(
-            units, lambda unit: pool.submit(checked_units, unit, limits), nbytes, AHEAD_NBYTES
+            units,
+            lambda unit: pool.submit(checked_unit, unit, limits),
+            lambda unit: _WORK * unit.nbytes,
+            AHEAD_NBYTES,
         ):
             yield unit, future.result()
 
 
 @torch.no_grad()
-def checked_units(unit: Unit, limits: ProductLimits) -> CheckOutcome:
+def checked_unit(unit: CheckUnit, limits: ProductLimits) -> CheckOutcome:
     """Check all products of the calls of a unit."""
     found = CheckOutcome()
-    for call in unit:
+    for call in unit.calls:
         if "o" in call.tensors:
             _check_attention(call, limits, found)
         for product in ("y", "dx"):
             if product in call.tensors:
                 _check(product, call, [call], limits, found)
         if "dw" in call.tensors:
-            _check("dw", call, _calls_of_gradient(call, unit), limits, found)
+            _check("dw", call, _calls_of_gradient(call, unit.calls), limits, found, unit.later)
     return found
 
 
-def _calls_of_gradient(call: ProductCall, unit: Unit) -> list[ProductCall]:
+def _calls_of_gradient(call: ProductCall, calls: Sequence[ProductCall]) -> list[ProductCall]:
     """Return the calls over which a weight's gradient is the sum: one, if each call has its own gradient."""
-    own = [one for one in unit if "dw" in one.tensors]
-    return [call] if len(own) > 1 else [one for one in unit if "x" in one.tensors or "g" in one.tensors]
+    own = [one for one in calls if "dw" in one.tensors]
+    return [call] if len(own) > 1 else [one for one in calls if "x" in one.tensors or "g" in one.tensors]
 
 
-def _check(product: str, call: ProductCall, calls: Unit, limits: ProductLimits, found: CheckOutcome) -> None:
+def _check(
+    product: str,
+    call: ProductCall,
+    calls: Sequence[ProductCall],
+    limits: ProductLimits,
+    found: CheckOutcome,
+    later: Sequence[ProductCall] = (),
+) -> None:
     title = TITLES[product]
-    reason = reason_of(product, calls)
-    recipe = recipe_of(calls, product) if reason is None else None
-    if isinstance(recipe, str):
-        reason = recipe
-    precision = precision_of_product(product, calls)
-    if reason is not None or precision is None or isinstance(recipe, str):
-        found.left_out[f"{title}: {reason}"] += 1
-        return
     try:
-        for suffix, one, leading in _products(product, call, calls, precision, recipe):
-            judgement = judged(
-                one, precision, limits,
-                parts=parts_of(call.tensors[product]), may_have_bias=product == "y" and _may_have_bias(call),
-            )  # fmt: skip
-            apart = _apart(product, calls, precision) if judgement.is_beyond else None
-            if apart is not None:
+        findings = _findings(product, call, calls, limits)
+        if later and not isinstance(findings, str) and any(one.judgement.is_beyond for one in findings):
+            summed = _findings_of_sum(call, [*calls, *later], limits)
+            if isinstance(summed, str) or not any(one.judgement.is_beyond for one in summed):
+                findings = summed
+        if isinstance(findings, str):
+            found.left_out[f"{title}: {findings}"] += 1
+            return
+        for one in findings:
+            apart = _apart(one, calls) if one.judgement.is_beyond else None
+            if apart is None:
+                found.findings.append(one)
+            else:
                 found.left_out[f"{title}: {apart}"] += 1
-                continue
-            found.findings.append(Finding(call, product, suffix, judgement, leading))
     except ShapeMismatch:
         found.left_out[f"{title}: {_SHAPES}"] += 1
     except UNREADABLE as error:
         found.skipped.append(skipped(call.tensors[product].name, error, damaged=True))
 
 
-def _apart(product: str, calls: Unit, precision: Precision) -> str | None:
-    """Return which operand the ranks have different copies of, so that it is not that of each rank's product.
+def _findings_of_sum(
+    call: ProductCall, calls: Sequence[ProductCall], limits: ProductLimits
+) -> list[Finding] | str:
+    """Judge a gradient that may be the sum over several micro-batches, or return why it cannot be compared."""
+    operands = (one for each in calls for name, one in each.tensors.items() if name in OPERANDS["dw"])
+    too_large = sum(one.nbytes for one in operands) > _MOST_SUMMED
+    found = _findings("dw", call, calls, limits) if not too_large else "their operands take more than 1 GiB"
+    return f"it may be the sum over several micro-batches: {found}" if isinstance(found, str) else found
 
-    It is asked for products beyond a limit alone, because it reads all copies.
+
+def _findings(
+    product: str, call: ProductCall, calls: Sequence[ProductCall], limits: ProductLimits
+) -> list[Finding] | str:
+    """Judge a product, of several experts each one; or return why it cannot be compared."""
+    reason = reason_of(product, calls)
+    if reason is not None:
+        return reason
+    recipe, precision = recipe_of(calls, product), precision_of_product(product, calls)
+    if isinstance(recipe, str):
+        return recipe
+    if precision is None:
+        return UNKNOWN_CAST
+    if call.is_grouped and len(calls) > 1:
+        return "it is the sum over several calls of experts"
+    may_have_bias = product == "y" and _may_have_bias(call)
+    parts = parts_of(call.tensors[product])
+    return [
+        Finding(
+            call,
+            product,
+            suffix,
+            judged(one, precision, limits, parts=parts, may_have_bias=may_have_bias),
+            leading,
+        )
+        for suffix, one, leading in _products(product, call, calls, precision, recipe)
+    ]
+
+
+def _apart(found: Finding, calls: Sequence[ProductCall]) -> str | None:
+    """Return why a product beyond a limit may be sound all the same, None if nothing speaks for it.
+
+    Ranks may have different copies of an operand, so that it is not that of each rank's product. This reads all copies.
     """
+    precision = precision_of_product(found.product, calls)
     for call in calls:
-        for name in OPERANDS[product]:
+        for name in OPERANDS[found.product]:
             one = call.tensors[name]
-            if one.spread is not None and one.spread() > precision.eps:
+            if one.spread is not None and precision is not None and one.spread() > precision.eps:
                 return f"{NAMES[name]}: ranks have different copies of it; check each rank (--rank)"
+    if found.product == "y" and found.judgement.rows.of < LEAST_ROWS and _may_have_bias(found.call):
+        return "one row does not tell an error from a bias, and no bias was captured"
     return None
 
 
@@ -197,7 +222,11 @@ def _may_have_bias(call: ProductCall) -> bool:
 
 
 def _products(
-    product: str, call: ProductCall, calls: Unit, precision: Precision, recipe: ReplayRecipe | None
+    product: str,
+    call: ProductCall,
+    calls: Sequence[ProductCall],
+    precision: Precision,
+    recipe: ReplayRecipe | None,
 ) -> Iterator[tuple[str, Product, tuple[int, ...]]]:
     """Yield the suffix, the product and the leading shape of its rows; of several experts, one for each."""
     if call.is_grouped:

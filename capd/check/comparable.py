@@ -14,7 +14,16 @@ from capd_client.config.recipe import NONE, Recipe
 from capd_client.emulation.words import Words, words_of
 from capd_client.recipes.find import is_recipe_file
 
-__all__ = ["NAMES", "OPERANDS", "TITLES", "parts_of", "precision_of_product", "reason_of", "recipe_of"]
+__all__ = [
+    "NAMES",
+    "OPERANDS",
+    "TITLES",
+    "UNKNOWN_CAST",
+    "parts_of",
+    "precision_of_product",
+    "reason_of",
+    "recipe_of",
+]
 
 OPERANDS = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}
 """The operands of each product of a linear layer."""
@@ -25,6 +34,8 @@ NAMES = {
     "q": "query", "k": "key", "v": "value", "do": "grad_output", "o": "output",
 }  # fmt: skip
 """The names of tensors in keys."""
+UNKNOWN_CAST = "operands and result have dtypes of which the cast is not known"
+"""The reason why a product of unknown precision cannot be compared."""
 # The placements, over one dimension of the ranks, with which each rank's own operands give its own product.
 # T: tokens are split, I: the layer's inputs, O: its outputs. P: a part of a sum.
 _ALONE = {
@@ -41,6 +52,8 @@ def reason_of(product: str, calls: Sequence[ProductCall]) -> str | None:
         product: "y", "dx" or "dw".
         calls: The call; of dW all calls of the micro-batch.
     """
+    if not calls:
+        return f"{NAMES[OPERANDS[product][0]]} was not captured"
     for call in calls:
         names = (*OPERANDS[product], *((product,) if product in call.tensors else ()))
         for name in names:
@@ -52,7 +65,7 @@ def reason_of(product: str, calls: Sequence[ProductCall]) -> str | None:
         if reason is not None:
             return reason
     if precision_of_product(product, calls) is None:
-        return "operands and result have dtypes of which the cast is not known"
+        return UNKNOWN_CAST
     return None
 
 

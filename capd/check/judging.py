@@ -12,12 +12,12 @@ from torch import Tensor
 from capd.check.precision import TF32, Precision
 from capd.check.residual import Product, RowSums, row_sums_of
 
-__all__ = ["JudgedLines", "ProductJudgement", "ProductLimits", "judged", "judged_sums"]
+__all__ = ["LEAST_ROWS", "JudgedLines", "ProductJudgement", "ProductLimits", "judged", "judged_sums"]
 
 # Estimates are off by 12 % at most of their norm or so; from this share of a limit on, the product is computed in full.
 _SURE = 0.6
-# With fewer rows, another difference could look like a bias.
-_LEAST_ROWS = 8
+LEAST_ROWS = 2
+"""The rows that tell an error from a bias. The difference of one row looks like a bias, whatever it is."""
 _MOST_LINES = 8
 
 
@@ -85,7 +85,7 @@ def judged(
             row of the difference.
     """
     found = _judged(product, precision, limits, parts)
-    if found.is_beyond and may_have_bias and product.c.shape[0] >= _LEAST_ROWS:
+    if found.is_beyond and may_have_bias and product.c.shape[0] >= LEAST_ROWS:
         offset = product.fitted_offset()
         fitted = _judged(replace(product, offset=offset), precision, limits, parts)
         found = replace(fitted, has_bias=True) if _rank(fitted) < _rank(found) else found

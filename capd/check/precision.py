@@ -25,7 +25,7 @@ class Precision(NamedTuple):
     Attributes:
         name: The dtype, or "tf32".
         eps: The unit roundoff: the largest relative error of rounding once, 2⁻⁸ for bfloat16.
-        step: The distance of the numbers around zero.
+        step: The absolute error of a number around zero.
         cast: The dtype to which the operands are rounded first.
     """
 
@@ -57,7 +57,7 @@ class Precision(NamedTuple):
         return values.to(self.cast).to(self.computed_in)
 
 
-TF32 = Precision("tf32", 2.0**-11, 2.0**-149, torch.float32)
+TF32 = Precision("tf32", 2.0**-11, 2.0**-126, torch.float32)
 """The precision of float32 products on GPUs that are allowed to round operands to TF32."""
 
 
@@ -70,4 +70,6 @@ def precision_of(dtypes: list[str]) -> Precision | None:
         return None
     name = max(dtypes, key=lambda each: torch.finfo(_DTYPES[each]).eps)
     known = torch.finfo(_DTYPES[name])
-    return Precision(name, known.eps / 2, known.tiny * known.eps, _DTYPES[name])
+    # Only float16 has subnormal numbers everywhere. Kernels may flush those of other dtypes, as VDPBF16PS does.
+    step = known.tiny * (known.eps if name == "float16" else 1)
+    return Precision(name, known.eps / 2, step, _DTYPES[name])

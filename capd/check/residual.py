@@ -3,6 +3,8 @@
 Norms of rows are estimated first, from a product with few random columns: D V has the norms of D's rows on average
 (Johnson and Lindenstrauss, 1984; Freivalds, 1977, checks products so). It reads each tensor once or twice and has no
 cost of a product. A product that may be beyond a limit is computed in full, so estimates alone report nothing.
+
+Squares are taken in float64. So those of 1e-30 and 1e30 neither underflow nor overflow.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Product", "RowSums", "row_sums_of"]
+__all__ = ["Product", "RowSums", "fitted_sums", "row_sums_of", "squares_of", "without_nonfinite"]
 
 # The random columns of an estimate: a norm is off by 1 / √(2 · 32) = 12 %.
 _COLUMNS = 32
 _BLOCK_VALUES = 1 << 20
 _SEED = 20260101
+# Sums of rounded terms may overflow a little earlier than the exact sum.
+_NEAR = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +81,7 @@ class RowSums(NamedTuple):
         y2: Σ (a b)², the offset included.
         s2: Σ of the squares of all terms of all sums, the offset's included.
         fit: Σ c y, Σ y y and Σ c c, without the mean row if there is an offset.
-        odd: Whether a value is NaN or Inf in one of c and a b alone.
+        odd: Whether a value is NaN or Inf in one of c and a b alone. An Inf that is an overflow of a b is none.
     """
 
     d2: Tensor
@@ -92,7 +96,7 @@ def row_sums_of(product: Product, *, in_full: bool) -> RowSums:
     rows, columns = product.c.shape
     right = None if in_full or columns <= 4 * _COLUMNS else _random(columns, product)
     b = product.operand(product.b)
-    squares = b.square().sum(1).to(torch.float64)
+    squares = squares_of(b)
     if right is not None:
         b = b @ right
     offset = product.offset
@@ -102,7 +106,8 @@ def row_sums_of(product: Product, *, in_full: bool) -> RowSums:
         along, centre = along @ right, centre @ right
     d2, y2, s2 = (torch.zeros(rows, dtype=torch.float64) for _ in range(3))
     odd = torch.zeros(rows, dtype=torch.bool)
-    fit = [0.0, 0.0, 0.0]
+    yy = cc = 0.0
+    largest = min(torch.finfo(product.c.dtype).max, torch.finfo(product.cast).max)
     for some in _blocks(rows, max(columns, product.a.shape[1])):
         a = product.operand(product.a[some])
         y, c = a @ b, product.c[some].to(product.dtype)
@@ -112,27 +117,39 @@ def row_sums_of(product: Product, *, in_full: bool) -> RowSums:
                 y += along
             else:
                 y += offset[some, None] * (1 if right is None else right.sum(0))
-        s2[some] = a.square().to(torch.float64) @ squares
-        odd[some] = _without_nonfinite(y, c)
-        d2[some], y2[some] = _squares(c - y), _squares(y)
+        s2[some] = a.to(torch.float64).square_() @ squares
+        y, c, odd[some] = without_nonfinite(y, c, largest)
+        d2[some], y2[some] = squares_of(c - y), squares_of(y)
         if centre is not None:
             y, c = y - centre, c - centre
-        fit = [
-            fit[0] + _sum(c * y), fit[1] + _sum(y * y), fit[2] + _sum(c * c),
-        ]  # fmt: skip
+        yy += float((y2[some] if centre is None else squares_of(y)).sum())
+        cc += float(squares_of(c).sum())
     if offset is not None:
         squared = offset.to(torch.float64).square()
         s2 += squared * columns if product.is_turned else float(squared.sum())
-    return RowSums(d2, y2, s2.nan_to_num(0.0, 0.0, 0.0), (fit[0], fit[1], fit[2]), odd)
+    return RowSums(d2, y2, s2.nan_to_num(0.0, 0.0, 0.0), fitted_sums(float(d2.sum()), yy, cc), odd)
 
 
-def _without_nonfinite(y: Tensor, c: Tensor) -> Tensor:
-    """Set to 0 where one of both is not finite. Return the rows with values that are not finite in c alone."""
+def fitted_sums(dd: float, yy: float, cc: float) -> tuple[float, float, float]:
+    """Return Σ c y, Σ y y and Σ c c, from Σ (c - y)² and the last two: 2 c y = y² + c² - (c - y)²."""
+    return (yy + cc - dd) / 2, yy, cc
+
+
+def without_nonfinite(y: Tensor, c: Tensor, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both with 0 where one of them is not finite, and whether one of them alone is not in a row.
+
+    Args:
+        y: The product that was computed again, [rows, columns].
+        c: The captured product.
+        largest: The largest number of its dtype. Where y is near it or above, an Inf of the same sign is its rounding.
+    """
     bad_y, bad_c = ~y.isfinite(), ~c.isfinite()
-    if bool(bad_y.any()) or bool(bad_c.any()):
-        y.masked_fill_(bad_y | bad_c, 0.0)
-        c.masked_fill_(bad_y | bad_c, 0.0)
-    return (bad_y != bad_c).any(1)
+    if not (bool(bad_y.any()) or bool(bad_c.any())):
+        return y, c, torch.zeros(y.shape[0], dtype=torch.bool)
+    overflown = c.isinf() & (y.abs() >= _NEAR * largest) & (y.sign() == c.sign())
+    odd = ((bad_y != bad_c) & ~overflown).any(1)
+    bad = bad_y | bad_c
+    return y.masked_fill(bad, 0.0), c.masked_fill(bad, 0.0), odd
 
 
 def _mean(product: Product) -> Tensor:
@@ -149,13 +166,13 @@ def _random(columns: int, product: Product) -> Tensor:
     return (2 * signs - 1).to(product.dtype) / math.sqrt(_COLUMNS)
 
 
-def _squares(values: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
-    return norms.square_()
-
-
-def _sum(values: Tensor) -> float:
-    return float(values.sum(dtype=torch.float64))
+def squares_of(values: Tensor) -> Tensor:
+    """Return the sum of the squares of each row, float64 [rows]."""
+    # The rows are copied to float64.
+    norms = [
+        torch.linalg.vector_norm(values[some], dim=1, dtype=torch.float64) for some in _blocks(*values.shape)
+    ]
+    return torch.cat(norms).square_() if norms else torch.zeros(0, dtype=torch.float64)
 
 
 def _blocks(rows: int, columns: int) -> Iterator[slice]:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from capd_client.errors import ConfigError
-from capd_client.protocol.dtypes import ITEM_NBYTES
+from capd_client.protocol.dtypes import ITEM_NBYTES, short_name_of
 from capd_client.protocol.key import Key
 from capd_client.protocol.messages import MAX_KEYS, Define, decode_client, encode
 from capd_client.protocol.scalars import is_scalar
@@ -27,8 +27,6 @@ MAX_ATTRIBUTES_NBYTES = 64 << 10
 # Key objects whose definition is found by identity.
 _MAX_REMEMBERED = 1 << 16
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the dtype's name on the wire: torch's name without the prefix."""
@@ -37,11 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def short_name(dtype: torch.dtype) -> str:
     """Return the default quant_type of a tensor: bf16, fp16, fp32, fp64, fp8, fp4, otherwise torch's name."""
-    name = dtype_name(dtype)
-    for family in ("float8", "float4"):
-        if name.startswith(family):
-            return "fp" + family[-1]
-    return _SHORT.get(name, name)
+    return short_name_of(dtype_name(dtype))
 
 
 class Definition:

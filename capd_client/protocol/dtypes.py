@@ -6,7 +6,7 @@ do look dtypes up by name, so an older torch never offers the newer ones.
 
 from __future__ import annotations
 
-__all__ = ["ITEM_NBYTES", "SUPPORTED_DTYPES"]
+__all__ = ["ITEM_NBYTES", "SUPPORTED_DTYPES", "short_name_of"]
 
 # Bytes of one stored element. float4_e2m1fn_x2 packs two values into its one byte and is kept packed.
 ITEM_NBYTES: dict[str, int] = {
@@ -32,3 +32,13 @@ ITEM_NBYTES: dict[str, int] = {
 }
 
 SUPPORTED_DTYPES = frozenset(ITEM_NBYTES)
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def short_name_of(dtype: str) -> str:
+    """Return the quant_type of a tensor of this dtype that has no label: bf16, fp32, fp8, otherwise torch's name."""
+    for family in ("float8", "float4"):
+        if dtype.startswith(family):
+            return "fp" + family[-1]
+    return _SHORT.get(dtype, dtype)

@@ -25,6 +25,7 @@ import zarr
 
 import capd as capd_package
 from tests.kit import forking
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.launching import assert_trained
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import capd, command_lines, until
@@ -76,6 +77,7 @@ def job() -> Iterator[Job]:
             for rank in range(RANKS)
             for *identity, tensor in torch.load(directory / "reference" / f"rank{rank}.pt", weights_only=True)
         }
+        assert_products_hold(store / "job.zarr")
         yield Job(
             store / "job.zarr",
             captured.stdout + captured.stderr,

@@ -77,9 +77,10 @@ def check(
       4  damaged records were skipped, the rest holds
       5  nothing matches, or no product can be compared
     """
-    from capd.check.checking import Checked, check_calls, units_of
+    from capd.check.checking import Checked, check_calls
     from capd.check.document import check_document
     from capd.check.judging import ProductLimits
+    from capd.check.units import units_of
     from capd.server.heap import settled_heap
     from capd.strict_json import strict_json
 
@@ -95,7 +96,7 @@ def check(
             checked.add(unit, outcome)
             for one in outcome.skipped:
                 progress.say(f"skipped {one.name}: {one.reason}")
-            progress.add(sum(one.nbytes for call in unit for one in call.tensors.values()))
+            progress.add(unit.nbytes)
     _must_have_checked(found, checked)
     document = check_document(found.names[0], checked, limits, fields, is_whole=is_whole)
     if as_json:

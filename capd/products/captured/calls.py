@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from capd.errors import CapdError, MissingParts, StoreError
 from capd.io.items import Item, Loaded
 from capd.io.sample import evenly
 from capd.lab.sampling import SOURCE_DTYPES
+from capd.products.captured.merging import At, Layer, Value, is_dtype, merged, together
 from capd.store.logical.series import LogicalSeries
 from capd_client.protocol.dtypes import ITEM_NBYTES
 from capd_client.protocol.key import ORDINALS, Key, Moment
@@ -42,11 +43,10 @@ _NAMES = {
 _OF_ITERATION = ("w", "bias")
 _OF_LAYER = ("quant_type", "rank", "stack", "layer", "module")
 _FUSED = "input before"
+_ONE_RANK = "--rank takes what one rank has"
+_NAMED = 4
 
 T = TypeVar("T")
-Value = Union[str, int, None]
-Layer = tuple[Value, ...]
-At = tuple[Value, ...]
 
 
 class CapturedTensor(NamedTuple):
@@ -151,6 +151,8 @@ class ProductCalls:
     _of_iteration: dict[tuple[Layer, At], dict[str, CapturedTensor]] = field(default_factory=dict)
     # The modules whose calls multiply the rows of several experts.
     _grouped: set[str] = field(default_factory=set)
+    # Those whose quant type says more than the dtypes of their tensors.
+    _labelled: set[Layer] = field(default_factory=set)
 
     def add(self, item: Item, loaded: Loaded) -> None:
         """Add an item if it is a tensor of a linear layer of a named module."""
@@ -170,6 +172,8 @@ class ProductCalls:
         self._note_group(key)
         of_samples = ",".join(f"{dimension}={rank}" for dimension, rank in series.coordinates.items()) or None
         layer = tuple(of_samples if each == "rank" else getattr(key, each) for each in _OF_LAYER)
+        # Words that pad a vocabulary take part in the products, and their gradients are not zero.
+        series = series.uncropped()
         parts = dict(_first_metadata(series)) if name in ("y", "o") else {}
         for moment in series.moments:
             tensor = _whole_tensor(series, moment, name)
@@ -182,6 +186,8 @@ class ProductCalls:
 
     def _add(self, layer: Layer, moment: Moment, name: str, tensor: CapturedTensor) -> None:
         at = _ordinals(moment)
+        if not is_dtype(layer[0], tensor.dtype):
+            self._labelled.add(layer)
         if name in _OF_ITERATION:
             shared = self._of_iteration.setdefault((layer, _iteration(at)), {})
             shared.setdefault(name, tensor)
@@ -191,18 +197,33 @@ class ProductCalls:
 
     def by_module(self, some: Collection[str] = ("x", "g")) -> list[list[ProductCall]]:
         """Return the calls of each module that have one of these tensors: an input or an output gradient."""
-        found = [list(self._calls_of(layer, some)) for layer in self._calls]
+        labels: dict[Layer, list[Value]] = {}
+        for layer in self._calls.keys() - self._labelled:
+            labels.setdefault(layer[2:], []).append(layer[0])
+        found = [
+            list(self._calls_of(layer, calls, labels, some))
+            for group in together(self._calls, self._labelled)
+            for layer, calls in merged(group, self._calls)
+        ]
         return [calls for calls in found if calls]
 
-    def _calls_of(self, layer: Layer, some: Collection[str]) -> Iterator[ProductCall]:
-        for at, tensors in self._calls[layer].items():
+    def _calls_of(
+        self,
+        layer: Layer,
+        calls: Mapping[At, Mapping[str, CapturedTensor]],
+        labels: Mapping[Layer, Sequence[Value]],
+        some: Collection[str],
+    ) -> Iterator[ProductCall]:
+        """Yield the calls of a layer. labels: the quant types of a module that say nothing but dtypes."""
+        own = () if layer in self._labelled else labels[layer[2:]]
+        for at, tensors in calls.items():
             if not tensors.keys().isdisjoint(some):
-                # A whole weight is that of all samples.
-                of_all = tuple(
-                    None if each == "rank" else one for each, one in zip(_OF_LAYER, layer, strict=True)
-                )
-                shared = self._of_iteration.get((of_all, _iteration(at)), {})
-                shared = {**shared, **self._of_iteration.get((layer, _iteration(at)), {})}
+                shared: dict[str, CapturedTensor] = {}
+                for label in (*sorted(map(str, own)), layer[0]):
+                    # A whole weight is that of all samples.
+                    for rank in (None, layer[1]):
+                        known = self._of_iteration.get(((label, rank, *layer[2:]), _iteration(at)), {})
+                        shared = {**shared, **known}
                 place = {**dict(zip(_OF_LAYER, layer, strict=True)), **dict(zip(ORDINALS, at, strict=True))}
                 yield ProductCall(place, {**tensors, **shared, **tensors}, place["module"] in self._grouped)
 
@@ -234,9 +255,9 @@ def _whole_tensor(series: LogicalSeries, moment: Moment, name: str) -> CapturedT
         try:
             shape = series.shape(moment)
         except MissingParts:
-            reason = "parts of it are missing (--per-rank takes what each rank has)"
+            reason = f"parts of it are missing: {_missing(series, moment)}; {_ONE_RANK}"
         except CapdError:
-            reason = "its parts do not fit together (--per-rank takes what each rank has)"
+            reason = f"its parts do not fit together; {_ONE_RANK}"
     return CapturedTensor(
         series.name,
         partial(series.numpy, moment),
@@ -250,6 +271,13 @@ def _whole_tensor(series: LogicalSeries, moment: Moment, name: str) -> CapturedT
         spread=partial(series.spread_at, moment),
         attributes=attributes,
     )
+
+
+def _missing(series: LogicalSeries, moment: Moment) -> str:
+    """Return the coordinates of the missing parts and the ranks that stand there, the first four."""
+    found = series.missing_at(moment)
+    more = ", …" if len(found) > _NAMED else ""
+    return ", ".join(map(str, found[:_NAMED])) + more
 
 
 def _first_metadata(series: LogicalSeries) -> Iterator[tuple[At, Mapping[str, Any]]]:

@@ -52,9 +52,15 @@ class LogicalSeries:
     the ranks captured the parts at different times.
     """
 
-    def __init__(self, identity: Identity, parts: Sequence[PartSeries], ranks: KnownRanks) -> None:
-        self._identity, self._parts, self._ranks = identity, parts, ranks
+    def __init__(
+        self, identity: Identity, parts: Sequence[PartSeries], ranks: KnownRanks, *, crops: bool = True
+    ) -> None:
+        self._identity, self._parts, self._ranks, self._crops = identity, parts, ranks, crops
         self.coordinates: dict[str, int] = dict(identity.coordinates)
+
+    def uncropped(self) -> LogicalSeries:
+        """Return the tensor as the job computed with it: padded axes keep their padding."""
+        return LogicalSeries(self._identity, self._parts, self._ranks, crops=False)
 
     @property
     def key(self) -> Key:
@@ -176,6 +182,7 @@ class LogicalSeries:
             )
         try:
             layout = layout_of(record.attributes)
+            layout = layout if self._crops else layout._replace(cropped=())
             self._check_place(series, record.attributes)
         except ContradictoryParts as error:
             raise ContradictoryParts(f"{self.name}: {name}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def test_parts_of_two_ranks_make_a_product(capd: Capd, tmp_path: Path) -> None:
     assert (found["operands"], found["checked"], found["beyond"]) == ("logical", 1, 0)
     assert capd("check", run, "--rank", "1", "--json").json["checked"] == 1
     missing = put_parts(tmp_path / "missing", parts[:-1], sessions={0: 2, 1: 2})
-    assert "parts of it are missing" in capd("check", missing).err
+    reason = "Y: output: parts of it are missing: tp 1 (rank 1 on node node0)"
+    assert reason in capd("check", missing).err
 
 
 @pytest.mark.parametrize(
@@ -141,3 +143,75 @@ def test_a_damaged_record_is_named_and_the_rest_is_checked(capd: Capd, tmp_path:
     found = capd("check", run)
     assert (found.code, "skipped" in found.err) == (4, True)
     assert "2 products of 1 call checked" in found.out
+
+
+def put_attention(root: Path, told: dict[str, Any], *, scale: float, factor: float = 1.0) -> Path:
+    """Causal attention of two heads, [batch, heads, positions, size], whose output has the positions first."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 2, 9, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    weights = (q @ k.transpose(-1, -2) * scale).masked_fill(mask, -torch.inf).softmax(-1)
+    output = (factor * weights @ v).transpose(1, 2)
+    attributes = {"layout": "bhsd", "output_layout": "bshd"}
+    facts = {
+        "attn_mask_type": "AttnMaskType.causal",
+        "attention_dropout": 0.0,
+        "softmax_scale": scale,
+        **told,
+    }
+    writer = StoreWriter(root)
+    for name, value in {"query": q, "key": k, "value": v, "output": output}.items():
+        key = linear_key(layer=0, tensor_name=name, module="attn", component="FA", layer_type="attention")
+        metadata = json.dumps(facts).encode()
+        array = value.float().contiguous().numpy()
+        writer.put("run", key, array, "float32", Moment(), attributes=attributes, metadata=metadata)
+    writer.close()
+    return root / "run.zarr"
+
+
+@pytest.mark.parametrize("scale", [8**-0.5, 0.7])
+def test_attention_whose_output_has_another_order_is_judged(capd: Capd, tmp_path: Path, scale: float) -> None:
+    assert capd("check", put_attention(tmp_path / "sound", {}, scale=scale)).code == 0
+    [wrong] = capd("check", put_attention(tmp_path, {}, scale=scale, factor=1.05), "--json").json["first"]
+    assert (wrong["product"], wrong["factor"]["alpha"]) == ("o", pytest.approx(1.05, abs=1e-4))
+
+
+def test_attention_with_dropout_is_counted(capd: Capd, tmp_path: Path) -> None:
+    found = capd("check", put_attention(tmp_path, {"attention_dropout": 0.1}, scale=0.3))
+    assert (found.code, "O: dropout takes weights away at random" in found.err) == (5, True)
+
+
+def test_one_row_does_not_tell_an_error_from_a_bias_and_two_do(capd: Capd, tmp_path: Path) -> None:
+    bias = np.linspace(-3, 3, 48)
+    for rows, factor, code in ((1, 1, 5), (2, 1, 0), (2, 1.2, 1)):
+        made = tensors()
+        x = made["input"][:rows]
+        y = x @ made["weight"].T
+        y[-1] *= factor
+        run = put(tmp_path / f"{rows}{factor}", {"input": x, "weight": made["weight"], "output": y + bias})
+        found = capd("check", run)
+        assert found.code == code
+        assert ("one row does not tell an error from a bias" in found.err) == (rows == 1)
+
+
+def test_a_gradient_that_may_be_of_several_micro_batches_is_that_of_all_or_is_counted(
+    capd: Capd, tmp_path: Path
+) -> None:
+    """Two micro-batches with output gradients, of which the first alone has a gradient of the weight."""
+    batches = [tensors(seed) for seed in range(2)]
+    total = sum(one["grad_weight"] for one in batches)
+    for name, without, factor, code in (("sum", "", 1, 0), ("wrong", "", 1.5, 1), ("lacks", "input", 1, 5)):
+        writer = StoreWriter(tmp_path / name)
+        for number, values in enumerate(batches):
+            made = {"input": values["input"], "grad_output": values["grad_output"]}
+            made = {**made, "grad_weight": factor * total} if number == 0 else made
+            for each in made.keys() - ({without} if number else set()):
+                operation = "backward" if each.startswith("grad") else "forward"
+                key = linear_key(layer=0, tensor_name=each, operation=operation, module="m0")
+                array = bf16_bits(_rounded(made[each]))
+                writer.put("run", key, array, "bfloat16", Moment(iteration=0, micro_batch=number))
+        writer.close()
+        found = capd("check", tmp_path / name / "run.zarr")
+        assert found.code == code, name
+    reason = "dW: it may be the sum over several micro-batches: input was not captured"
+    assert reason in found.err

@@ -60,7 +60,7 @@ def test_the_parts_of_all_ranks_give_what_one_rank_gives(capd: Capd, tmp_path: P
 def test_a_missing_part_is_counted(capd: Capd, tmp_path: Path) -> None:
     run = put_parts(tmp_path, _parts(2, ("weight", 1)), iteration=0, sessions={0: 2, 1: 2})
     found = capd("replay", run, "--recipe", "mxfp4", "--json").json
-    reason = "weight: parts of it are missing (--per-rank takes what each rank has)"
+    reason = "weight: parts of it are missing: tp 1 (rank 1 on node node0); --rank takes what one rank has"
     assert found["calls"]["left_out"] == [
         {"reason": f"Y: {reason}", "calls": 1}, {"reason": f"dX: {reason}", "calls": 1},
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from tests.fault.kit.file_systems import mounted_tmpfs
 from tests.integration.collections.collect_job import LAYERS, MICRO_BATCHES
 from tests.kit import forking
 from tests.kit.jobs.collecting import JOB, arguments, jobs, state_of
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.processes import Daemon, pause, until
 
 TYPES = ("bf16", "mxfp8", "mxfp4")
@@ -54,6 +55,7 @@ def test_a_batch_of_three_types_ends_by_itself_with_exactly_the_micro_batches_as
 
     assert done.returncode == 0, done.stderr
     run, place = tmp_path / "store" / "r.zarr", tmp_path / "store" / "r.collection"
+    assert_products_hold(run)
     assert moments_of(run) == {key: {(0, 0), (0, 1), (1, 0)} for key in TYPES}
     store = capd_package.open(run)
     records = 3 * OF_A_MICRO_BATCH + 2 * LINEARS

@@ -15,6 +15,7 @@ import torch
 import capd
 from capd_client.config.recipe import Recipe
 from tests.kit import forking
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.launching import assert_trained
 from tests.kit.paths import REPOSITORY
 
@@ -64,6 +65,9 @@ def job(
         assert_trained(done)
     else:
         assert done.returncode == 0, done.stdout + done.stderr
+        # A job that names its types itself saves its own tensors, of no module.
+        if "--no-watch" not in capture and "early" not in options:
+            assert_products_hold(directory / "r.zarr")
     losses = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return Done(losses, done.stderr, directory / "r.zarr")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.jobs.products import assert_products_hold
+
 JOB = Path(__file__).with_name("two_layers.py")
 Capture = Callable[..., Path]
 
@@ -35,6 +37,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Capture:
                 JOB,
                 *words,
             )
+            assert_products_hold(root / f"{name}.zarr")
             runs[words] = root / f"{name}.zarr"
         return runs[words]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import capd
+from tests.kit.jobs.products import assert_products_hold
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "megatron"
 TYPES = ("bf16", "mxfp8")
@@ -37,6 +38,7 @@ def test_each_type_has_the_micro_batches_asked_for_of_both_ranks_and_layers(
 
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "enhanced_tensor_logs").glob("*.zarr")
+    assert_products_hold(run)
     store = capd.open(run)
     assert {series.key.quant_type for series in store.series} == set(TYPES)
     for name in TYPES:

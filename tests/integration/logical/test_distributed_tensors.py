@@ -13,6 +13,7 @@ from torch import Tensor
 
 import capd
 from tests.integration.logical.dtensor_job import HIDDEN, NARROW, WIDTH
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.launching import run_ranks
 
 JOB = Path(__file__).with_name("dtensor_job.py")
@@ -29,7 +30,9 @@ class Dealt(NamedTuple):
 @pytest.fixture(scope="module")
 def dealt() -> Iterator[Dealt]:
     with tempfile.TemporaryDirectory(prefix="capd-logical-") as name:
-        store = capd.open(run_ranks(JOB, 4, Path(name)))
+        run = run_ranks(JOB, 4, Path(name))
+        assert_products_hold(run)
+        store = capd.open(run)
         told = [torch.load(Path(name) / f"told.{rank}.pt", weights_only=True) for rank in range(4)]
         yield Dealt(store, told)
 

@@ -23,6 +23,7 @@ from capd.store.logical.positions import QkvHeads
 from capd.store.logical.series import LogicalSeries
 from capd_client.protocol.key import Moment
 from tests.kit.jobs.layouts import Layout, run_layout
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.models.megatron_layouts import sample, values
 from tests.kit.store.cli import run_capd
 from tests.kit.tiers import rows
@@ -59,7 +60,9 @@ def run() -> Iterator[Run]:
 
         def trained(layout: Layout) -> Store:
             if layout.json() not in known:
-                known[layout.json()] = capd.open(run_layout(layout, Path(name), f"run{len(known)}"))
+                place = run_layout(layout, Path(name), f"run{len(known)}")
+                assert_products_hold(place)
+                known[layout.json()] = capd.open(place)
             return known[layout.json()]
 
         yield trained

@@ -13,6 +13,7 @@ import capd
 from capd.errors import CapdError
 from capd.store.read.store import Store
 from tests.kit import forking
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.paths import REPOSITORY
 
 pytest.importorskip("torchao")
@@ -35,6 +36,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=environment, capture_output=True, text=True, timeout=180, inner=forking.TRAINING,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert_products_hold(directory / "job.zarr", none="tensors are captured by name, and of no module")
     return directory
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.kit import forking
 from tests.kit.jobs.layouts import Layout, run_layout
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.paths import REPOSITORY
 
 JOB = str(Path(__file__).with_name("replayed_job.py"))
@@ -40,6 +41,7 @@ def trained(directory: Path, dtype: str, quant_type: str, *options: str) -> Path
         "run", "--store", directory, "--run-id", "r", "--quant-type", quant_type, "--",
         sys.executable, JOB, dtype, *options, CAPD_SELECT=str(rules),
     )  # fmt: skip
+    assert_products_hold(directory / "r.zarr")
     return directory / "r.zarr"
 
 

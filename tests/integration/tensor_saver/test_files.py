@@ -14,6 +14,7 @@ import torch
 
 from tests.integration.tensor_saver.saver_job import blocks
 from tests.kit import forking
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import daemons_on, until
 
@@ -34,6 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = (directory / "store").glob("*.zarr")
+    assert_products_hold(run, none="its calls name tensors of no module")
     command = [
         sys.executable,
         "-m",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tests.integration.three_ways import three_ways_compare as compare
 from tests.integration.three_ways.three_ways_table import ROWS
 from tests.kit import forking
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.launching import directories_of
 from tests.kit.paths import REPOSITORY
 
@@ -95,6 +96,8 @@ def _read(directory: Path, name: str) -> Done:
     losses = {way: [path.read_text() for path in paths[way]] for way in ways}
     assert losses["found"] == losses["watched"] == losses["oracle"], losses
     runs = [directory / f"{name}-{way}.zarr" for way in ("found", "watched")]
+    for run in runs:
+        assert_products_hold(run)
     found, watched = (compare.of_store(run) for run in runs)
     first, second = (compare.keys_of_store(run) for run in runs)
     return Done(found, watched, compare.of_oracle(directory, name, len(ranks)), (first, second))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.transformers import transformers_oracle as oracle
+from tests.kit.jobs.products import assert_products_hold
 from tests.kit.paths import REPOSITORY
 from tests.kit.processes import Daemon
 
@@ -46,6 +47,7 @@ class Ran:
         def read(name: str) -> oracle.Captured:
             if name not in runs:
                 assert self.result(name)["counters"]["committed"] > 0
+                assert_products_hold(self.store / f"{name}.zarr")
                 runs[name] = oracle.Captured(self.store / f"{name}.zarr")
             return runs[name]
 

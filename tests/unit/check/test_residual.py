@@ -117,6 +117,74 @@ def test_a_bias_is_fitted_where_there_may_be_one() -> None:
     )
 
 
+SCALES = [(1e-30, 1.0), (1e30, 1.0), (1e30, 1e-30), (1e-20, 1e-15), (1e18, 1e18)]
+"""Scales of operands whose squares, or those of their product, underflow or overflow in float32."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("of_a", "of_b"), SCALES)
+def test_tiny_and_huge_values_are_judged_as_others(dtype: str, of_a: float, of_b: float) -> None:
+    precision, kind = precision_of([dtype]), getattr(torch, dtype)
+    assert precision is not None
+    a, b = (one.float() for one in operands())
+    a, b = (a * of_a).to(kind), (b * of_b).to(kind)
+    truth = a.double() @ b.double()
+
+    def of(c: Tensor) -> ProductJudgement:
+        return judged(
+            Product(a, b, c.to(kind), precision.computed_in, precision.cast), precision, ProductLimits()
+        )
+
+    sound, wrong = of(truth), of(truth * 1.05)
+    assert not sound.is_beyond
+    assert sound.error > 0
+    assert (wrong.is_beyond, wrong.rows.beyond) == (True, len(a))
+    assert wrong.alpha == pytest.approx(1.05, abs=1e-3)
+    assert wrong.rest is not None
+    assert wrong.rest < 1
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), SCALES)
+def test_tiny_and_huge_terms_that_cancel_are_the_scale(of_a: float, of_b: float) -> None:
+    a, b = (one.float() for one in operands())
+    a, b = (torch.cat([a, a], 1) * of_a).bfloat16(), (torch.cat([b, -b]) * of_b).bfloat16()
+    noise = torch.randn(a.shape[0], b.shape[1], generator=torch.Generator().manual_seed(1)).double()
+    noise *= 16 * of_a * of_b * 2.0**-8
+    assert not judge(a, b, noise.bfloat16()).is_beyond
+    assert judge(a, b, (noise * 10).bfloat16()).is_beyond
+
+
+def test_gradients_of_float16_that_overflow_are_sound_and_an_inf_elsewhere_is_not() -> None:
+    precision = precision_of(["float16"])
+    assert precision is not None
+    a, b = (one.half() for one in operands())
+    a[:, 0], b[0] = 60_000.0, torch.linspace(0.5, 1.4, b.shape[1]).half()
+    c = (a.double() @ b.double()).half()
+    assert 0 < int(c.isinf().sum()) < c.numel()
+
+    def of(c: Tensor) -> ProductJudgement:
+        return judged(Product(a, b, c, torch.float32, torch.float16), precision, ProductLimits())
+
+    assert not of(c).is_beyond
+    assert of(c).error > 0
+    wrong = of(torch.where(c.isinf(), c, c.float() * 1.05).half())
+    assert wrong.is_beyond
+    assert wrong.alpha == pytest.approx(1.05, abs=2e-3)
+    for value in (math.inf, -math.inf, math.nan):
+        other = c.clone()
+        # The sum in the first column is half of the largest number, that in the last one overflows.
+        other[9, 0 if value > 0 else -1] = value
+        assert of(other).rows.first == (9,)
+
+
+def test_numbers_that_a_kernel_flushes_to_zero_give_no_alarm() -> None:
+    a, b = (one.float() for one in operands())
+    a, b = (a * 1e-25).bfloat16(), (b * 1e-15).bfloat16()
+    c = rounded(a, b)
+    assert 0 < float(c.abs().max()) < torch.finfo(torch.bfloat16).tiny
+    assert not judge(a, b, torch.zeros_like(c)).is_beyond
+
+
 def test_float32_is_judged_by_its_own_eps_and_then_as_tf32() -> None:
     generator = torch.Generator().manual_seed(2)
     a, b = torch.randn(64, 512, generator=generator), torch.randn(512, 64, generator=generator)
