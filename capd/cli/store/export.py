@@ -100,7 +100,7 @@ def export(
       msprobe      a dump of mindstudio-probe, DIR/step<N>/rank<R>/, for its
                    compare and graph_visualize
       sglang       one file per record, as sglang's dumper writes, in DIR/RUN: its
-                   comparator joins parts whose places are known, and compares runs
+                   comparator joins the parts whose places are known
       tensorboard  events in DIR/RUN/rankR: statistics, histograms of log2|x|,
                    errors that the lab measured, scalars; needs
                    `pip install "capd[tensorboard]"`

@@ -80,12 +80,12 @@ def import_files(
 
     \b
     Tools, which are known by the names of their files:
-      pt        tensor_saver, or `capd export --to pt`: every other .pt or .pth file,
-                in the order in which they were written (docs/migration-files.md)
+      pt        tensor_saver, or `capd export --to pt`: every other .pt or .pth
+                file, in the order of their writing (docs/migration-files.md)
       msprobe   dumps of mindstudio-probe: dump.json and dump_tensor_data/
       sglang    files of sglang's dumper: step=S___rank=R___dump_index=I___….pt
       megatron  Megatron-LM's --save-activations, --save-dgrads, --save-wgrads:
-                iter_*/mp_rank_TT[_PPP][_EEE].pth; a pipeline needs --pp and --layers
+                iter_*/mp_rank_TT[_PPP][_EEE].pth; a pipeline needs --pp, --layers
       nvdlfw    statistics logs of nvdlfw-inspect, *_globalrank-R.log, as scalars
 
     If DIR has files of several tools, or of two jobs, nothing is imported and the message names them.
@@ -126,13 +126,17 @@ def import_files(
     pipeline = PipelineLayout(stages or 1, chunks, layers or 0)
     sizes = AxisSizes(tensor_ranks, stages, expert_ranks)
     found = found_files(directory, peer, FileFacts(layer_base, sizes, pipeline))
+    if found.tool != "megatron" and (any(sizes) or chunks > 1 or layers):
+        raise ConfigError(
+            f"--tp, --pp, --ep, --vpp and --layers are of Megatron, and these files of {found.tool}"
+        )
     with settled_heap(), Progress(found.records, "records") as progress:
         outcomes = _Outcomes(progress)
         _import(settings, name, found, jobs, outcomes)
     run = settings.store / f"{name}.zarr"
     document = {"run": str(run), "format": found.tool, "files": found.files, **outcomes.plain()}
-    of = f"of {human_count(found.files, 'file')}"
-    print_either(document, [f"{run}: {outcomes} {of}"], as_json=as_json)
+    read = f"{human_count(found.files, 'file')} read"
+    print_either(document, [f"{run}: {outcomes}; {read}"], as_json=as_json)
     raise typer.Exit(1 if outcomes.skipped else 0)
 
 

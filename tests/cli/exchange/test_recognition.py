@@ -79,6 +79,23 @@ def test_files_of_two_jobs_never_become_one_run(capd: Capd, tmp_path: Path, tool
     assert str(tmp_path / "jobs" / "b") in done.err
 
 
+def test_an_option_of_another_tool_is_refused(capd: Capd, tmp_path: Path) -> None:
+    sglang(tmp_path / "dump")
+
+    done = capd("import", tmp_path / "dump", "--store", tmp_path / "runs", "--pp", "2", "--layers", "2")
+
+    assert done.code == 2
+    assert "are of Megatron, and these files of sglang" in done.err
+
+
+def test_the_sentence_at_the_end_counts_records_and_files(capd: Capd, tmp_path: Path) -> None:
+    megatron(tmp_path / "saved")
+
+    done = capd("import", tmp_path / "saved", "--store", tmp_path / "runs")
+
+    assert done.out == f"{tmp_path}/runs/saved.zarr: 1 record imported (8 B raw); 1 file read\n"
+
+
 def test_a_directory_without_files_of_the_tool_is_said(capd: Capd, tmp_path: Path) -> None:
     pt(tmp_path / "saved")
 
