@@ -34,6 +34,8 @@ _NAME = re.compile(r".+_globalrank-([0-9]+)\.log\Z", re.DOTALL)
 _BEGIN = re.compile(r"[0-9\-:, ]{1,40} - [A-Z]{1,16} - ")
 _ITERATION = re.compile(r"[0-9]{1,18}\Z")
 _VALUE = re.compile(r"[0-9.eE+\-]{1,64}\Z|-?(?:nan|inf)\Z")
+# Its other logs have the same names, and messages alone.
+_MESSAGES = "nvdlfw_inspect_logs"
 _MOST_LINE = 8192
 _MOST_RANK_DIGITS = 9
 # A log of another kind has millions of lines that are no statistic.
@@ -51,7 +53,8 @@ class LoggedStatistic(NamedTuple):
 
 def nvdlfw_logs(root: Path) -> list[NvdlfwLog]:
     """Return the logs below `root`, by path. Raises OSError if it cannot be read."""
-    return [NvdlfwLog(file) for file in files_below(root, lambda name: _NAME.match(name) is not None)]
+    found = files_below(root, lambda name: _NAME.match(name) is not None)
+    return [NvdlfwLog(file) for file in found if file.directory.name != _MESSAGES]
 
 
 @dataclass(frozen=True, slots=True)

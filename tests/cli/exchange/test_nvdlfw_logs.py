@@ -112,3 +112,16 @@ def test_links_ranks_and_numbers_that_no_job_has_are_named(capd: Capd, tmp_path:
         reasons, ["is no statistic", "a rank that no job has", "symbolic link"], strict=True
     ):
         assert part in reason
+
+
+def test_logs_of_messages_are_passed_over(capd: Capd, tmp_path: Path) -> None:
+    for directory, text in (
+        ("nvdlfw_inspect_logs", "2026-01-01 00:00:00,000 - INFO - Reading config from x.\n"),
+        ("nvdlfw_inspect_statistics_logs", LINE.format(0, "0.5000")),
+    ):
+        (tmp_path / "logs" / directory).mkdir(parents=True)
+        (tmp_path / "logs" / directory / "x_globalrank-0.log").write_text(text)
+
+    done = capd("import", tmp_path / "logs", "--store", tmp_path / "runs", "--json")
+
+    assert (done.code, done.json["files"], done.json["imported"], done.json["skipped"]) == (0, 1, 1, [])
