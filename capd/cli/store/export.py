@@ -20,6 +20,7 @@ from capd.errors import ConfigError, NothingMatched
 from capd.exchange.peers import WRITERS, ExportRequest, export_for
 from capd.pt_files.dictionary import Naming, TensorNames
 from capd.pt_files.names import Scheme
+from capd_client.protocol.scalars import scalar_key
 
 if TYPE_CHECKING:
     from capd.output_directory import ExportedFile
@@ -151,7 +152,7 @@ def export(
     everything = opened.find(attempt=attempt_of(attempt))
     found = [series for series in everything if all(test(series.key) for test in tests)]
     chosen = found if to in _WITH_STATISTICS else [series for series in found if series.kept == "tensor"]
-    if not chosen and not (to == "tensorboard" and opened.scalars()):
+    if not chosen and not (to == "tensorboard" and _has_scalars(opened, tests)):
         if found:
             raise NothingMatched(
                 f"only series of statistics match in {opened.path}; --to parquet and --to tensorboard export them"
@@ -183,6 +184,11 @@ def export(
     with settled_heap():
         written = _files(opened.run_id, chosen, out, to, naming, jobs)
         _report(written, chosen, out, to, left_out, as_json=as_json)
+
+
+def _has_scalars(opened: Store, tests: Tests) -> bool:
+    keys = (scalar_key(name, rank) for name, ranks in opened.scalars().items() for rank in ranks)
+    return any(all(test(key) for test in tests) for key in keys)
 
 
 class _Scalars:

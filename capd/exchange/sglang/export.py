@@ -48,8 +48,8 @@ def export_files(request: ExportRequest) -> Iterator[ExportedFile]:
     """Write the records of series that keep tensors to files below `out`/RUN, in the order of their capture.
 
     Quantised parts and packed values are written as they are stored. A record whose placement the comparator has no
-    word for is left out and counted. Records of tensors whose parts are not known to belong
-    together have no `dims`, and are counted in `request.remarks`. One record is in memory at once.
+    word for is left out and counted. Records of tensors whose parts are not known to belong together have no `dims`,
+    and are counted in `request.remarks`. One record is in memory at once.
 
     Yields:
         Each file when it is whole.

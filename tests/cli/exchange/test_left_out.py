@@ -76,8 +76,13 @@ def test_a_run_of_scalars_alone_goes_to_tensorboard(capd: Capd, tmp_path: Path) 
     writer = StoreWriter(tmp_path / "captures")
     writer.put("exp", scalar_key("loss", 0), np.array(1.0), "float64", Moment())
 
-    done = capd(
-        "export", writer.close() / "exp.zarr", "--to", "tensorboard", "-o", tmp_path / "out", "--json"
+    run = writer.close() / "exp.zarr"
+
+    done = capd("export", run, "--to", "tensorboard", "-o", tmp_path / "out", "--json")
+    nothing = capd(
+        "export", run, "--to", "tensorboard", "--tensor", "nope", "-o", tmp_path / "none", "--json"
     )
 
     assert (done.code, done.json["records"]) == (0, 1)
+    assert (nothing.code, nothing.out) == (5, "")
+    assert not (tmp_path / "none").exists()
