@@ -60,7 +60,7 @@ def _directories(root: Path) -> Iterator[Path]:
         if len(here.relative_to(root).parts) >= _DEPTH:
             below.clear()
         below[:] = sorted(name for name in below if name != TENSORS)
-        if "dump.json" in files:
+        if "dump.json" in (*files, *below):
             yield here
 
 

@@ -187,10 +187,11 @@ def test_a_number_that_no_job_has_is_not_read_as_0(dump: Make, place: str) -> No
     assert "is none that a job has" in why
 
 
-def test_a_dump_that_is_no_file_is_named(dump: Make) -> None:
+@pytest.mark.parametrize("make_odd", [os.mkfifo, os.mkdir])
+def test_a_dump_that_is_no_file_is_named(dump: Make, make_odd: Callable[[Path], None]) -> None:
     root = dump({NODE: forward()})
     (root / "step7" / "rank1" / "dump.json").unlink()
-    os.mkfifo(root / "step7" / "rank1" / "dump.json")
+    make_odd(root / "step7" / "rank1" / "dump.json")
 
     [why] = refusals(root)
     assert "it is no regular file" in why
