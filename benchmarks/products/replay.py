@@ -23,8 +23,8 @@ import torch
 from benchmarks.store.store_runner import MIB, Row, child, options, report, table, verdict
 
 RECIPES = (
-    "nvfp4-te", "mxfp4-rht-sr", "quartet", "quartet2", "tetrajet2", "deepseek-v3", "fp4-all-the-way", "mxfp8-nvidia",
-    "hifp8", "hif4",
+    "nvfp4-te", "mxfp4-rht-sr", "quartet", "quartet2", "tetrajet2", "deepseek-v3", "fp8-block-te", "fp4-all-the-way",
+    "mxfp8-nvidia", "hifp8", "hif4",
 )  # fmt: skip
 MOST_AT_1024, MOST_AT_4096 = 2.5, 1.5
 MOST_MIB = 384
@@ -32,7 +32,7 @@ STOCHASTIC = '{"linear": {"format": "mxfp4", "rounding": "stochastic"}}'
 # The recipe, the draws, and whether errors are attributed to operands.
 MEMORY = (
     *((recipe, 1, False) for recipe in ("nvfp4", *RECIPES)), (STOCHASTIC, 4, False), ("mxfp4-rht-sr", 3, False),
-    ("nvfp4", 1, True), ("nvfp4-te", 1, True),
+    ("nvfp4", 1, True), ("nvfp4-te", 1, True), ("nvfp4-te", 3, True), ("quartet", 3, True), ("quartet2", 3, True),
 )  # fmt: skip
 
 

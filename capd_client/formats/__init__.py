@@ -42,6 +42,7 @@ def encode(
     outer: Optional[int] = None,
     shrink: Optional[float] = None,
     four_over_six: Optional[str] = None,
+    amax_epsilon: Optional[float] = None,
     generator: Optional[torch.Generator] = None,
 ) -> Encoded:
     """Quantise `x` into codes and scales.
@@ -66,6 +67,7 @@ def encode(
         shrink: mxfp4: a factor from 0.5 to 1 before rounding, undone afterwards. With 0.75 stochastic rounding never
             clips (Tseng et al., arXiv 2502.20586). `encode` refuses it.
         four_over_six: nvfp4: "mae", "mse"; each block maps its largest magnitude to 6 or 4 by this error.
+        amax_epsilon: fp8: the least amax that a scale is computed of. DeepSeek-V3's kernel of activations has 1e-4.
         generator: Source of the random bits of "stochastic" and "eden". None is torch's default generator.
 
     Returns:
@@ -77,8 +79,9 @@ def encode(
     from capd_client.formats.encoding import encoded_as
 
     options = _options(
-        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six
-    )
+        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six,
+        amax_epsilon,
+    )  # fmt: skip
     return encoded_as(x, spec_of(fmt, options), generator)
 
 
@@ -107,6 +110,7 @@ def qdq(
     outer: Optional[int] = None,
     shrink: Optional[float] = None,
     four_over_six: Optional[str] = None,
+    amax_epsilon: Optional[float] = None,
     generator: Optional[torch.Generator] = None,
 ) -> torch.Tensor:
     """Quantise and dequantise: decode(encode(x, …)), rounded to x's dtype, without intermediate codes.
@@ -119,8 +123,9 @@ def qdq(
     from capd_client.formats.encoding import quantised
 
     options = _options(
-        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six
-    )
+        elem, block, axis, scale_mode, rounding, overflow, tensor_scale, preset, outer, shrink, four_over_six,
+        amax_epsilon,
+    )  # fmt: skip
     return quantised(x, spec_of(fmt, options), generator)
 
 

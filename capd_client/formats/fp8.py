@@ -16,6 +16,10 @@ Scale, by `scale_mode`:
 - `floor`, `ceil`, `even`, `rceil`: the stored scale is the power of two that MX would choose (see `scales`).
 - `unit`: the scale is 1, as in a plain cast.
 
+`amax_epsilon` replaces a smaller amax, 0 included, before the scale is computed. TransformerEngine's Float8BlockScaling
+has it with the default 0, and DeepSeek-V3's `inference/kernel.py` (`act_quant`) with 1e-4. The latter divides values
+by s = max(amax, 1e-4) / 448, which may differ from 1 / S in the last bit.
+
 `overflow`, for magnitudes beyond max, Inf included: `saturate` makes them ±max. `inf` makes them Inf in e5m2 and NaN
 in e4m3. These are the two conversion modes of OFP8.
 """
@@ -40,12 +44,16 @@ class Fp8Scaling:
     def __init__(self, spec: Spec, rows: torch.Tensor) -> None:
         self._element = element_of(spec)
         self._mode = spec.scale_mode
+        self._epsilon = spec.amax_epsilon
         self._whole = self._from_amax(_amax(rows)) if spec.block is None else None
 
     def of(self, amax: torch.Tensor) -> BlockScales:
         return self._from_amax(amax) if self._whole is None else self._whole
 
     def _from_amax(self, amax: torch.Tensor) -> BlockScales:
+        if self._epsilon is not None:
+            # NaN stays.
+            amax = amax.clamp(min=self._epsilon)
         usable = amax.isfinite() & (amax != 0)
         if self._mode == "exact":
             wide = amax.to(torch.float64)

@@ -14,7 +14,7 @@ Block = Union[None, int, tuple[int, int]]
 
 OPTIONS = (
     "elem", "block", "axis", "scale_mode", "rounding", "overflow", "tensor_scale", "preset", "outer", "shrink",
-    "four_over_six",
+    "four_over_six", "amax_epsilon",
 )  # fmt: skip
 POWERS = ("floor", "ceil", "even", "rceil")
 SATURATE_OR_INF = ("saturate", "inf")
@@ -43,6 +43,7 @@ class Family:
     outers: tuple[int, ...] = ()
     picks: tuple[str, ...] = ()
     shrinks: bool = False
+    has_epsilon: bool = False
 
 
 FORMATS: dict[str, Family] = {
@@ -54,6 +55,7 @@ FORMATS: dict[str, Family] = {
         ("exact", "unit", *POWERS),
         overflows=SATURATE_OR_INF,
         scale_type="float32",
+        has_epsilon=True,
     ),
     "mxfp8": Family(("e4m3", "e5m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
     "mxfp6": Family(("e2m3", "e3m2"), (32,), POWERS, has_legacy=True, scale_type="e8m0"),
@@ -98,6 +100,7 @@ class Spec:
     outer: Optional[int] = None
     shrink: Optional[float] = None
     four_over_six: Optional[str] = None
+    amax_epsilon: Optional[float] = None
 
     @property
     def is_special(self) -> bool:
@@ -161,6 +164,8 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
     legacy = _is_legacy(fmt, family, given)
     shrinks = ("a number from 0.5 to 1, such as 0.75",) if family.shrinks else ()
     shrink = _extra(fmt, "shrink", shrinks, given, _is_shrink)
+    epsilons = ("a number from 1.2e-38 to 1e30, such as 1e-4",) if family.has_epsilon else ()
+    epsilon = _extra(fmt, "amax_epsilon", epsilons, given, _is_epsilon)
     found = Spec(
         fmt=fmt,
         elem=_choice(fmt, "elem", family.elems, given, "e5m2" if legacy and fmt == "mxfp8" else None),
@@ -176,6 +181,7 @@ def spec_of(fmt: str, options: dict[str, Any]) -> Spec:
         ),
         shrink=None if shrink is None else float(shrink),
         four_over_six=_extra(fmt, "four_over_six", family.picks, given, family.picks.__contains__),
+        amax_epsilon=None if epsilon is None else float(epsilon),
     )
     _check_together(found)
     return found
@@ -199,6 +205,11 @@ def _is_shrink(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.5 <= value <= 1
 
 
+def _is_epsilon(value: Any) -> bool:
+    # The least is a normal number of float32.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1.2e-38 <= value < 1e30
+
+
 def _check_together(spec: Spec) -> None:
     """Raise FormatError for options that exclude each other."""
     special = {
@@ -211,12 +222,21 @@ def _check_together(spec: Spec) -> None:
         raise FormatError(f"{spec.fmt} cannot have {used[0]} and {used[1]} together")
     if spec.four_over_six is not None and spec.rounding == "stochastic":
         raise FormatError(f"{spec.fmt} with four_over_six rounds to nearest; leave rounding out")
-    if used and used[0] != "four_over_six" and isinstance(spec.block, tuple):
-        raise FormatError(f"{spec.fmt} with {used[0]} takes blocks of 16, no tile {spec.block}")
+    blocks: tuple[Block, ...] = (16, (16, 16)) if used == ["four_over_six"] else (16,)
+    if used and spec.block not in blocks:
+        raise FormatError(
+            f"{spec.fmt} with {used[0]} cannot have block {spec.block}; allowed are {', '.join(map(str, blocks))}"
+        )
+    if spec.fmt == "hif4" and spec.block != 64:
+        raise _refused("block of hif4", spec.block, FORMATS["hif4"].blocks)
     if used and used[0] != "outer" and not spec.tensor_scale:
         raise FormatError(f"{spec.fmt} with {used[0]} needs the tensor's scale; leave tensor_scale out")
     if spec.shrink is not None and (spec.scale_mode == "std" or spec.legacy):
         raise FormatError(f"{spec.fmt} takes shrink with a scale of the largest magnitude alone")
+    if spec.amax_epsilon is not None and spec.scale_mode == "unit":
+        raise FormatError(
+            f"{spec.fmt} takes amax_epsilon with a scale of the largest magnitude, not with unit"
+        )
 
 
 def _is_legacy(fmt: str, family: Family, given: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from capd_client.recipes.presets import PRESETS
 __all__ = ["is_recipe_file", "preset", "recipe_of_file"]
 
 _MOST_NBYTES = 64 << 10
+_MOST_CHARS = 300
 
 
 @lru_cache(maxsize=32)
@@ -57,7 +58,8 @@ def recipe_of_file(path: str) -> LinearRecipe:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     table = found.get("recipe")
     if not isinstance(table, dict) or len(found) != 1:
-        raise ConfigError(f"{path} must have one table, [recipe]; it has {', '.join(found) or 'none'}")
+        names = ", ".join(found) if table is None or len(found) != 1 else "recipe, which is no table"
+        raise ConfigError(f"{path} must have one table, [recipe]; it has {names or 'none'}"[:_MOST_CHARS])
     try:
         return parse_recipe(table, Path(path).stem)
     except ConfigError as error:

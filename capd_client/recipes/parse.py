@@ -45,7 +45,7 @@ def parse_recipe(given: Mapping[str, Any], name: str = "recipe") -> LinearRecipe
     name = given.get("name", name)
     if not isinstance(name, str) or not name or len(name) > _MOST_NAME_CHARS or not name.isprintable():
         raise ConfigError(
-            f"the name of a recipe cannot be {name!r:.80}; it is a text of 1 to {_MOST_NAME_CHARS} characters"
+            f"the name of a recipe cannot be {name!r:.80}; it is a text of 1 to {_MOST_NAME_CHARS} printable characters"
         )
     mask = given.get("mask", False)
     if not isinstance(mask, bool):

@@ -9,8 +9,10 @@ Each is the recipe of linear layers. Which layers keep a higher precision is a c
 - quartet2: arXiv 2601.22813, and IST-DASLab/Quartet-II at 8776a90. `capd_client.formats.special.eden` says what is not
   public.
 - tetrajet2: arXiv 2510.27527, and thu-ml/TetraJet-v2-NVFP4Training at ca5953f. MXFP8 for outlier channels is left out.
-- deepseek-v3: arXiv 2412.19437, and deepseek-ai/DeepSeek-V3 at 9b4e978. The scale is the exact quotient. Left out are
-  the power-of-two scales of some of its operands, and the floor of 1e-4 under amax.
+- deepseek-v3: arXiv 2412.19437, §3.3.2, and for X `act_quant` of deepseek-ai/DeepSeek-V3 at 9b4e978, whose amax is at
+  least 1e-4. The code of training is not public, so dY and W have no such bound. Scales are exact quotients. The paper
+  has powers of two for the inputs of some layers (`scale_mode = "rceil"`), which a recipe of all layers leaves out.
+- fp8-block-te: TransformerEngine's Float8BlockScaling with its defaults: scales are powers of two, amax has no bound.
 - fp4-all-the-way: arXiv 2505.19115: stochastic rounding of dY in dX and dW, and of X in dW.
 - mxfp8-nvidia: arXiv 2506.08027, and TransformerEngine's MXFP8BlockScaling.
 """
@@ -32,7 +34,10 @@ _EDEN = {"format": "nvfp4", "rounding": "eden"}
 _OUTER = {"format": "nvfp4", "outer": 128}
 _OUTER_SR = {"format": "nvfp4", "outer": 128, "rounding": "stochastic"}
 _BLOCK_FP8 = {"format": "fp8", "block": 128}
+_ACTIVATION_FP8 = {"format": "fp8", "block": 128, "amax_epsilon": 1e-4}
 _TILE_FP8 = {"format": "fp8", "block": [128, 128]}
+_POWER_FP8 = {"format": "fp8", "block": 128, "scale_mode": "rceil"}
+_POWER_TILE_FP8 = {"format": "fp8", "block": [128, 128], "scale_mode": "rceil"}
 
 
 def _again(operand: dict[str, Any]) -> dict[str, Any]:
@@ -73,9 +78,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "wgrad": {"g": _OUTER_SR, "x": _again(_OUTER_SR), "transform": _seeded(16)},
     },
     "deepseek-v3": {
-        "fprop": {"x": _BLOCK_FP8, "w": _TILE_FP8},
+        "fprop": {"x": _ACTIVATION_FP8, "w": _TILE_FP8},
         "dgrad": {"g": _BLOCK_FP8, "w": _TILE_FP8},
-        "wgrad": {"g": _BLOCK_FP8, "x": _BLOCK_FP8},
+        "wgrad": {"g": _BLOCK_FP8, "x": _ACTIVATION_FP8},
+    },
+    "fp8-block-te": {
+        "fprop": {"x": _POWER_FP8, "w": _POWER_TILE_FP8},
+        "dgrad": {"g": _POWER_FP8, "w": _POWER_TILE_FP8},
+        "wgrad": {"g": _POWER_FP8, "x": _POWER_FP8},
     },
     "fp4-all-the-way": {
         "fprop": {"x": _NVFP4, "w": _NVFP4},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from capd.formats import decode, encode, qdq
+from capd.formats import FormatError, decode, encode, qdq
 from tests.kit.formats import packages  # noqa: F401 - silences what torchao says at its first import
 from tests.kit.formats.oracle import same_bits
 
@@ -99,3 +101,53 @@ def test_scales_may_be_powers_of_two(mode: str, scale: float) -> None:
     assert found.scale.item() == scale
     expected = cast(values.numpy() / np.float32(scale), "e4m3") * np.float32(scale)
     assert same_bits(decode(found), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("block", [128, (128, 128)])
+def test_the_least_amax_is_that_of_the_formula(block: int | tuple[int, int]) -> None:
+    """s = max(amax, 1e-4) / 448 of DeepSeek-V3's act_quant, and the power of two above it."""
+    x = (
+        torch.randn(256, 256, generator=torch.Generator().manual_seed(4))
+        * torch.logspace(-12, 3, 256)[:, None]
+    )
+    x[:, 128:] = 0.0
+    tiles = x.view(2, 128, 2, 128) if isinstance(block, tuple) else x.view(256, 1, 2, 128)
+    s = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / torch.tensor(448.0)
+    for mode, wanted in (("exact", s), ("rceil", torch.exp2(torch.ceil(torch.log2(s.double()))).float())):
+        values = (tiles / wanted).numpy()
+        expected = (torch.from_numpy(cast(values, "e4m3")) * wanted).view_as(x)
+        found = encode(x, "fp8", block=block, scale_mode=mode, amax_epsilon=1e-4)
+        assert found.scale is not None
+        scales = wanted[:, 0, :, 0]
+        assert torch.equal(decode(found), qdq(x, "fp8", block=block, scale_mode=mode, amax_epsilon=1e-4))
+        if mode == "rceil":
+            assert torch.equal(found.scale, scales)
+            assert torch.equal(decode(found), expected)
+        else:
+            # S is rounded before 1 / S, so that a value near a tie may go to the other side.
+            assert torch.allclose(found.scale, scales, rtol=2**-22, atol=0)
+            close = torch.isclose(decode(found), expected, rtol=2**-21, atol=0)
+            assert float(close.double().mean()) > 0.999
+
+
+def test_a_least_amax_keeps_larger_blocks_and_invalid_values() -> None:
+    x = torch.tensor([[1.0, -3.0], [1e-6, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    bounded, free = (qdq(x, "fp8", block=2, amax_epsilon=epsilon) for epsilon in (1e-4, None))
+    assert same_bits(bounded[[0, 2, 3]], free[[0, 2, 3]])
+    # 1e-6 * 448 / 1e-4 is 4.48, between 4 and 4.5.
+    assert bounded[1].tolist() == pytest.approx([4.5 * 1e-4 / 448, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options", "says"),
+    [
+        ("fp8", {"amax_epsilon": 0}, "from 1.2e-38 to 1e30"),
+        ("fp8", {"amax_epsilon": float("nan")}, "from 1.2e-38 to 1e30"),
+        ("fp8", {"amax_epsilon": True}, "from 1.2e-38 to 1e30"),
+        ("fp8", {"amax_epsilon": 1e-4, "scale_mode": "unit"}, "not with unit"),
+        ("mxfp8", {"amax_epsilon": 1e-4}, "mxfp8 takes no amax_epsilon"),
+    ],
+)
+def test_a_least_amax_that_cannot_be_is_refused(fmt: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(FormatError, match=says):
+        qdq(torch.ones(4), fmt, **options)

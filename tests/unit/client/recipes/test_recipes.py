@@ -103,7 +103,8 @@ def test_a_recipe_that_cannot_be_is_refused_with_its_place(tables: dict[str, Any
     [
         ("x = [", "is no TOML"), ("x = 1" + "0" * 5000, "is no TOML"), ("[other]\na = 1", "must have one table"),
         ("[recipe.fprop]\nx = 'no'", "own.toml: recipe own"),
-        ("#" * 70_000, "more than 65536 bytes"), (None, "cannot be read"),
+        ("#" * 70_000, "more than 65536 bytes"), (None, "cannot be read"), ("[[recipe]]", "recipe, which is no table"),
+        ("", "it has none"), ('[recipe]\nname = "a\\u001b"', "of 1 to 64 printable characters"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_named(tmp_path: Path, content: str | None, says: str) -> None:

@@ -146,7 +146,10 @@ def test_options_that_do_not_belong_to_a_format_are_named() -> None:
     for fmt, options, says in (
         ("mxfp8", {"outer": 128}, "mxfp8 takes no outer"),
         ("nvfp4", {"outer": 64}, "allowed are 128"),
-        ("nvfp4", {"outer": 128, "block": (16, 16)}, "no tile"),
+        ("nvfp4", {"outer": 128, "block": (16, 16)}, r"outer cannot have block \(16, 16\); allowed are 16"),
+        ("nvfp4", {"rounding": "eden", "block": 8}, "eden' cannot have block 8; allowed are 16"),
+        ("nvfp4", {"four_over_six": "mse", "block": 7}, r"block 7; allowed are 16, \(16, 16\)"),
+        ("hif4", {"block": 32}, "block of hif4 cannot be 32; allowed are 64"),
         ("nvfp4", {"rounding": "eden", "tensor_scale": False}, "needs the tensor's scale"),
         ("nvfp4", {"shrink": 0.75}, "nvfp4 takes no shrink"),
         ("mxfp4", {"shrink": 0.1}, "from 0.5 to 1"),
