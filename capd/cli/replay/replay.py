@@ -79,8 +79,7 @@ def replay(
     In a run of several ranks, the operands are put together from the parts of all (docs/logical.md). --per-rank, or
     --rank, takes each rank's own: under tensor parallelism, a rank sums over a part, and its blocks end there. Calls
     whose operands are missing, fused, sliced or not of high precision are counted by reason on stderr. One call is in
-    memory at a time. One of 4096 x 4096 x 4096 takes 384 MiB besides; a transform with --draws or --blame 431 MiB.
-    The guide is docs/replay.md.
+    memory at a time. One of 4096 x 4096 x 4096 takes 384 MiB besides. The guide is docs/replay.md.
 
     \b
     Examples:
