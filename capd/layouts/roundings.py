@@ -1,7 +1,7 @@
 """A guess of the error that rounding leaves in each tensor, from the sizes of the products that were computed so far.
 
-Each product of K terms that is added up over n ranks adds 1 + log2 n + K/6 · (u/eps)² to the square of the relative
-error, in units of eps². 1 is the rounding of the result. A sum over n ranks in a tree rounds log2 n times. Partial sums
+Each product of K terms that is added up over n ranks adds eps² (1 + log2 n) + u² K/6 to the square of the relative
+error. eps is the unit roundoff of its tensors. 1 is the rounding of the result. A sum over n ranks in a tree rounds log2 n times. Partial sums
 of k random terms have the size √k, and roundings within ±u of them the variance k u²/3. All K of them have K² u²/6, and
 the result has the size √K. That such roundings are independent is the model of N. J. Higham and T. Mary, A new approach
 to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, section 2. u is the unit roundoff in which the
@@ -41,9 +41,9 @@ class Roundings:
             ranks: The most ranks over which a product is added up.
         """
         self._run, self._sum_over_ranks = run, math.log2(max(ranks, 1))
-        # Of the products until each product: their number, and the sum of their terms.
-        self._until: dict[tuple[int, str, str], tuple[int, int]] = {}
-        self._count = self._terms = 0
+        # The square of the error after each product, and after the last one.
+        self._until: dict[tuple[int, str, str], float] = {}
+        self._square = 0.0
 
     def estimate(self, name: TensorName, iteration: int, eps: float) -> float:
         """Return the guessed relative error of a tensor whose unit roundoff is `eps`.
@@ -54,17 +54,16 @@ class Roundings:
             CapdError: As `LogicalSeries.shape`.
         """
         product = (iteration, name.module, name.operation)
+        adds_up = min(eps, roundoff("float32")) ** 2 / 6
         if product not in self._until:
-            self._count += 1
-            self._terms += self._terms_of(name)
-            self._until[product] = self._count, self._terms
-        count, terms = self._until[product]
+            self._square += eps**2 * (1 + self._sum_over_ranks) + adds_up * self._terms_of(name)
+            self._until[product] = self._square
+        square = self._until[product]
         if name.tensor in _OF_PARAMETERS:
             # A sum over the tokens; the gradient of a whole step also over its micro-batches.
             batches = self._run.micro_batches if name.tensor == "main_grad" else 1
-            terms += self._tokens_of(name) * batches
-        narrow = min(2.0**-24 / eps, 1.0) ** 2
-        return eps * math.sqrt(count * (1 + self._sum_over_ranks) + terms / 6 * narrow)
+            square += adds_up * self._tokens_of(name) * batches
+        return math.sqrt(square)
 
     def _terms_of(self, name: TensorName) -> int:
         """Return the number of terms that a product adds up for one element, 1 if its tensors do not say it."""

@@ -23,13 +23,15 @@ from tests.kit.store.cli import run_capd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), needs("torchtitan")]
 WHOLE = Layout(layers=2, groups=2, rows=2)
+# Tests see none of capd's variables.
+PACKAGES = directories_of("torchtitan")
 RANKS = {"single": 1, "tp2": 2, "fsdp2": 2}
 """Way of `tests.kit.models.titan_layouts` → ranks."""
 
 
 def run_titan(directory: Path, name: str, way: str, *arguments: str) -> Path:
     """Train torchtitan's model below `capd run`; returns the store."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), directories_of("torchtitan")]))
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), PACKAGES]))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
     environment |= {"PYTHONPATH": path, "CAPD_POLICY": "block", "CAPD_STRICT": "1", "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip

@@ -56,6 +56,12 @@ def test_gradients_of_parameters_add_the_sum_over_their_tokens(run: WholeRun) ->
     assert found.estimate(OUTPUT, 1, EPS) == pytest.approx(EPS * math.sqrt(3 + (terms + TERMS) / 6))
 
 
+def test_a_tensor_keeps_the_error_of_the_products_before_it_whatever_its_own_dtype(run: WholeRun) -> None:
+    found = Roundings(run, 1)
+    found.estimate(OUTPUT, 0, NARROW)
+    assert found.estimate(MAIN, 0, EPS) == pytest.approx(NARROW, rel=1e-3)
+
+
 def test_a_sum_in_the_order_of_its_terms_has_the_guessed_error(run: WholeRun) -> None:
     """The guess is neither far below nor far above what rounding does to a product of random numbers."""
     draw = np.random.default_rng(11)
