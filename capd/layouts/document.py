@@ -63,7 +63,13 @@ def document_of(
             "anchor": samples.anchor,
             "pairs": len(samples.pairs),
             "unpaired": samples.unpaired,
+            "reference": samples.of_reference,
+            "other": samples.of_other,
         },
+        "other_dtypes": [
+            {"reference": ours, "other": theirs, "comparisons": count}
+            for (ours, theirs), count in comparison.other_dtypes.items()
+        ],
         "cropped_words": comparison.cropped_words,
         "routed_tokens": comparison.routed,
         "rerouted_tokens": comparison.rerouted,
@@ -80,7 +86,7 @@ def document_of(
 
 
 def _run(run: WholeRun) -> dict[str, Any]:
-    return {"source": run.source, "sizes": run.sizes, "dropout": run.dropout}
+    return {"source": run.source, "sizes": run.sizes, "dropout": run.dropout, "perturb": run.perturb}
 
 
 def _names(names: Sequence[TensorName]) -> list[str]:

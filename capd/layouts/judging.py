@@ -51,7 +51,7 @@ class Judgement:
         spread: The largest difference between replicas of either run.
         judged: The number that is judged: the error, or the residual after the factor.
         equals: The sizes of a layout that the factor equals.
-        reason: Why it cannot be compared, "" if it was.
+        reason: Why it cannot be compared: shapes, or which run has NaN or Inf; "" if it was.
         is_bit_equal: Whether both hold the same numbers.
     """
 
@@ -80,7 +80,21 @@ class Judgement:
 
 @dataclass
 class Comparison:
-    """The result for two runs."""
+    """The result for two runs.
+
+    Attributes:
+        reference, other: The runs.
+        samples: Which micro-batch is which.
+        limits: The limits.
+        aspects: What is compared with what.
+        up_to_scale: Whether the residual is judged instead of the error.
+        gradient_scale: The factor that gradients of the other run have by right.
+        judgements: One for each comparison.
+        left_out: What cannot be compared, by reason.
+        cropped_words: The words that only one vocabulary has.
+        routed, rerouted: Tokens of all routers, and those that went to other experts.
+        other_dtypes: Comparisons of two dtypes, by that of the reference and that of the other run.
+    """
 
     reference: WholeRun
     other: WholeRun
@@ -94,6 +108,7 @@ class Comparison:
     cropped_words: int = 0
     rerouted: int = 0
     routed: int = 0
+    other_dtypes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -233,6 +248,8 @@ def _judged(comparison: Comparison, task: Pairing, scale: float) -> Judgement | 
     ours = comparison.reference.series(name, task.at)
     theirs = comparison.other.series(task.aspect.other.names[0], task.other[0])
     eps = max(roundoff(ours.part_dtype), roundoff(theirs.part_dtype))
+    if ours.part_dtype != theirs.part_dtype:
+        comparison.other_dtypes[ours.part_dtype, theirs.part_dtype] += 1
     limit = comparison.limits.of(task.aspect, task.at.iteration, eps)
     spread = max(
         comparison.reference.spread(name, task.at),
@@ -248,13 +265,22 @@ def _judged(comparison: Comparison, task: Pairing, scale: float) -> Judgement | 
             task.aspect, task.at, Fit(math.inf, None, None), limit.value, limit.estimate, eps, spread, math.inf,
             reason=reason,
         )  # fmt: skip
-    fitted = fit(found, truth)
+    fitted, reason = fit(found, truth), ""
+    if not math.isfinite(fitted.error) and (where := _not_finite(truth, found)):
+        reason = f"NaN or Inf in {where}"
     judged = fitted.residual if comparison.up_to_scale and fitted.residual is not None else fitted.error
     return Judgement(
         task.aspect, task.at, fitted, limit.value, limit.estimate, eps, spread, judged,
-        equals=_equals(comparison, fitted, limit.value),
+        equals=_equals(comparison, fitted, limit.value), reason=reason,
         is_bit_equal=bool(np.array_equal(truth, found)),
     )  # fmt: skip
+
+
+def _not_finite(truth: Values, found: Values) -> str:
+    """Return which runs hold a NaN or Inf, "" if none does."""
+    runs = (("the reference", truth), ("the other run", found))
+    have = [name for name, values in runs if not np.isfinite(values).all()]
+    return "both runs" if len(have) > 1 else "".join(have)
 
 
 def _equals(comparison: Comparison, fitted: Fit, limit: float) -> list[str]:
@@ -266,12 +292,12 @@ def _equals(comparison: Comparison, fitted: Fit, limit: float) -> list[str]:
 def _gradient_scale(comparison: Comparison, task: Pairing) -> float:
     """Return the factor that gradients have by right: Megatron divides the loss by the micro-batches of a rank.
 
-    With more data parallel ranks, a rank has fewer micro-batches, so each gradient is larger by as much until the
-    ranks are averaged. The factor is accepted if the first captured gradient has it.
+    With more data parallel ranks, or a smaller global batch, a rank has fewer micro-batches, so each gradient is larger
+    by as much until the ranks are averaged. The factor is accepted if the first captured gradient has it.
     """
     ours, theirs = comparison.reference, comparison.other
     expected = ours.micro_batches / theirs.micro_batches
-    if expected == 1.0 or ours.sizes.get("dp_size", 1) == theirs.sizes.get("dp_size", 1):
+    if expected == 1.0:
         return 1.0
     read = _read(comparison, task)
     if read is None or read[0].shape != read[1].shape:

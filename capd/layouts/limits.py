@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from capd.errors import NothingMatched
+import numpy as np
+
+from capd.errors import ConfigError, NothingMatched
 from capd.layouts.factor import relative_error
 from capd.layouts.roundings import Roundings
 from capd.layouts.views import Aspect
@@ -67,7 +69,12 @@ class Limits:
         return not self._noise
 
     def of(self, aspect: Aspect, iteration: int, eps: float) -> Limit:
-        """Return the limit of an aspect in one iteration. Raises as `LogicalSeries.numpy`."""
+        """Return the limit of an aspect in one iteration.
+
+        Raises:
+            ConfigError: A tensor of a noise run holds NaN or Inf, and that of the reference does not.
+            CapdError: As `LogicalSeries.numpy`.
+        """
         place = (aspect.text, iteration)
         if place not in self._known:
             self._known[place] = self._measured(aspect, iteration)
@@ -90,4 +97,12 @@ class Limits:
     def _error(self, aspect: Aspect, run: WholeRun, at: Occasion) -> float:
         truth, found = aspect.reference.values(self._reference, [at]), aspect.reference.values(run, [at])
         # The tokens of an expert may be others in the noise run.
-        return relative_error(found, truth) if found.shape == truth.shape else 0.0
+        if found.shape != truth.shape:
+            return 0.0
+        # A NaN of the reference is told where it is judged.
+        if np.isfinite(truth).all() and not np.isfinite(found).all():
+            raise ConfigError(
+                f"--noise {run.source}: {aspect.text} at iteration {at.iteration} holds NaN or Inf, and the reference "
+                "none, so it measures no limit; give another noise run"
+            )
+        return relative_error(found, truth)

@@ -1,12 +1,12 @@
 """A guess of the error that rounding leaves in each tensor, from the sizes of the products that were computed so far.
 
 Each product of K terms that is added up over n ranks adds eps² (1 + log2 n) + u² K/6 to the square of the relative
-error. eps is the unit roundoff of its tensors. 1 is the rounding of the result. A sum over n ranks in a tree rounds log2 n times. Partial sums
-of k random terms have the size √k, and roundings within ±u of them the variance k u²/3. All K of them have K² u²/6, and
-the result has the size √K. That such roundings are independent is the model of N. J. Higham and T. Mary, A new approach
-to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, section 2. u is the unit roundoff in which the
-job adds up: at most float32's. Errors of consecutive products are taken to be independent, and to be passed on as they
-are. Neither is true in general, which is why this is a guess.
+error. eps is the unit roundoff of its tensors. 1 is the rounding of the result. A sum over n ranks in a tree rounds
+log2 n times. Partial sums of k random terms have the size √k, and roundings within ±u of them the variance k u²/3. All
+K of them have K² u²/6, and the result has the size √K. That such roundings are independent is the model of N. J. Higham
+and T. Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, section 2. u is the
+unit roundoff in which the job adds up: at most float32's. Errors of consecutive products are taken to be independent,
+and to be passed on as they are. Neither is true in general, which is why this is a guess.
 """
 
 from __future__ import annotations

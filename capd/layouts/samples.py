@@ -39,15 +39,21 @@ class SamplePairs(NamedTuple):
         pairs: By the sample of the reference.
         rule: How they were found: one of `RULES`, or "nearest".
         anchor: The tensor whose content was compared; "" by a formula.
-        unpaired: Samples of either run without a counterpart.
+        of_reference, of_other: The samples of each run.
         note: Why the rule is not the one that was asked for, "" if it is.
     """
 
     pairs: Mapping[SamplePlace, SamplePlace]
     rule: str
     anchor: str
-    unpaired: int
+    of_reference: int
+    of_other: int
     note: str = ""
+
+    @property
+    def unpaired(self) -> int:
+        """The samples of either run without a counterpart."""
+        return self.of_reference + self.of_other - 2 * len(self.pairs)
 
 
 def sample_of(at: Occasion) -> SamplePlace:
@@ -70,7 +76,8 @@ def paired_samples(
     One tensor is in memory at a time, and some 64 KiB of each sample.
 
     Raises:
-        ConfigError: The rule is unknown, or cannot be used with these micro-batches.
+        ConfigError: The rule is unknown, or cannot be used with these micro-batches; or all micro-batches of one run
+            have other shapes than those of the other.
     """
     if rule not in RULES:
         raise ConfigError(f"--samples {rule!r:.80}: use one of {', '.join(RULES)}")
@@ -84,6 +91,7 @@ def paired_samples(
     found = _by_content(reference, other, anchor, ours, theirs)
     if found.pairs:
         return found
+    _check_shapes(reference, other, anchor, ours, theirs)
     told = "no micro-batches of both runs have the same content; they are paired by Megatron's formula"
     return _by_formula(ours, theirs, "megatron")._replace(note=f"{told} (compared: {anchor.text})")
 
@@ -141,7 +149,7 @@ def _by_content(
         back = {sample: _nearest(right[sample], left, samples) for sample in others}
         pairs |= {sample: one for sample, one in nearest.items() if one is not None and back[one] == sample}
     rule = "content" if exact == len(pairs) else "nearest"
-    return SamplePairs(pairs, rule, anchor.text, len(left) + len(right) - 2 * len(pairs))
+    return SamplePairs(pairs, rule, anchor.text, len(left), len(right))
 
 
 class _Content(NamedTuple):
@@ -186,7 +194,7 @@ def _by_formula(
 ) -> SamplePairs:
     left, right = _numbered(ours), _numbered(theirs)
     pairs = {sample: right[at] for at, sample in left.items() if at in right}
-    return SamplePairs(pairs, rule, "", len(left) + len(right) - 2 * len(pairs))
+    return SamplePairs(pairs, rule, "", len(left), len(right))
 
 
 def _numbered(samples: Mapping[SamplePlace, Occasion]) -> dict[tuple[int, int], SamplePlace]:
@@ -195,6 +203,30 @@ def _numbered(samples: Mapping[SamplePlace, Occasion]) -> dict[tuple[int, int], 
         (one.iteration, max(one.micro_batch, 0) * len(ranks) + ranks.index(one.coordinates)): one
         for one in samples
     }
+
+
+def _check_shapes(
+    reference: WholeRun,
+    other: WholeRun,
+    anchor: Aspect,
+    ours: Mapping[SamplePlace, Occasion],
+    theirs: Mapping[SamplePlace, Occasion],
+) -> None:
+    """Refuse runs none of whose micro-batches has the shape of one of the other run."""
+    left, right = (
+        {cut.values(run, [at]).shape for at in samples.values()}
+        for run, cut, samples in ((reference, anchor.reference, ours), (other, anchor.other, theirs))
+    )
+    if left.isdisjoint(right):
+        raise ConfigError(
+            f"micro-batches have other shapes: {anchor.text} is {list(min(left))} in {_count(ours)} of "
+            f"{reference.source}, and {list(min(right))} in {_count(theirs)} of {other.source}; rows are not regrouped: "
+            "run both with micro-batches of one size"
+        )
+
+
+def _count(samples: Mapping[SamplePlace, Occasion]) -> str:
+    return "1 micro-batch" if len(samples) == 1 else f"{len(samples)} micro-batches"
 
 
 def _check_rows(

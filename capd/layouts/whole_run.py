@@ -188,6 +188,17 @@ class WholeRun:
         return most
 
     @cached_property
+    def perturb(self) -> str | None:
+        """The perturbation of the job (CAPD_PERTURB), None without."""
+        told = (
+            part.attributes.get("perturb")
+            for occasions in self._held.values()
+            for series in {id(one): one for one, _ in occasions.values()}.values()
+            for part in series.series
+        )
+        return next((text for text in told if isinstance(text, str)), None)
+
+    @cached_property
     def dropout(self) -> float:
         """The largest probability of dropout that the job told, 0.0 without."""
         told = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from capd.cli.compare.logical_output import print_comparison
@@ -111,6 +112,8 @@ def compare_logical(request: CompareRequest, options: LogicalOptions, *, first: 
     names = None if options.map is None else load_map(options.map)
     reference, other = _run(request, request.place, request.source.run), _run(request, request.other)
     noise = [_run(request, place_of(place)) for place in options.noise or ()]
+    for run in noise:
+        _check_noise(run, reference, other)
     aspects = aspects_of(reference, other, names)
     if not aspects.found:
         mapped = "" if names is not None else "; --map has the names of another framework"
@@ -129,8 +132,23 @@ def compare_logical(request: CompareRequest, options: LogicalOptions, *, first: 
         raise NothingMatched(
             f"no tensor of {reference.source} has a counterpart at the same moment in {other.source}"
         )
+    for run in noise:
+        if run.perturb is None:
+            note(
+                f"--noise {run.source} was captured without --perturb: limits are as small as its differences"
+            )
     print_comparison(request, comparison, noise, times, divergence, stopped=first)
     return 1 if comparison.beyond else 0
+
+
+def _check_noise(run: WholeRun, reference: WholeRun, other: WholeRun) -> None:
+    """Refuse a noise run that is one of the compared runs."""
+    for which, known in (("the reference", reference), ("the run that is compared", other)):
+        if Path(run.source).resolve() == Path(known.source).resolve():
+            raise ConfigError(
+                f"--noise {run.source} is {which}, so it measures no rounding; give a run like the reference with "
+                "`capd run --perturb EPS`"
+            )
 
 
 def _compare(comparison: Comparison, *, until_first: bool) -> Divergence | None:

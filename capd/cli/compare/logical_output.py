@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from capd.cli.compare.request import CompareRequest, name_some
 from capd.cli.output import human_count, note, print_lines
 from capd.cli.table import Column, print_columns, prose
+from capd_client.process.text import human_value
 
 if TYPE_CHECKING:
     from capd.layouts.divergence import Divergence
@@ -93,8 +94,7 @@ def _summary(document: Mapping[str, Any], tensors: int) -> list[str]:
     lines = [
         f"{human_count(tensors, 'tensor')}, {human_count(document['compared'])} comparisons: "
         f"{human_count(document['beyond'])} beyond the limit, {human_count(document['bit_equal'])} bit-equal; "
-        f"{human_count(samples['pairs'], 'micro-batch') if samples['pairs'] == 1 else _batches(samples['pairs'])} "
-        f"paired {by}"
+        f"{_batches(samples)} paired {by}"
     ]
     if document["guessed_limits"]:
         lines.append(
@@ -111,6 +111,11 @@ def _summary(document: Mapping[str, Any], tensors: int) -> list[str]:
             f"gradients of the other run are {document['gradient_scale']:g} times as large, by its micro-batches on "
             "each rank; they are compared without this factor"
         )
+    lines += [
+        f"{human_count(one['comparisons'], 'comparison')} of {one['reference']} with {one['other']}: limits are those "
+        "of the coarser one"
+        for one in document["other_dtypes"]
+    ]
     if document["cropped_words"]:
         lines.append(f"{human_count(document['cropped_words'], 'padded word')} of one vocabulary cropped")
     if document["routed_tokens"]:
@@ -125,8 +130,13 @@ def _summary(document: Mapping[str, Any], tensors: int) -> list[str]:
     return lines
 
 
-def _batches(count: int) -> str:
-    return f"{human_count(count)} micro-batches"
+def _batches(samples: Mapping[str, Any]) -> str:
+    """Return how many micro-batches are pairs, and of how many if some are not."""
+    count = samples["pairs"]
+    text = human_count(count, "micro-batch") if count == 1 else f"{human_count(count)} micro-batches"
+    if samples["unpaired"]:
+        text += f" of {human_count(samples['reference'])} and {human_count(samples['other'])}"
+    return text
 
 
 def _say(comparison: Comparison, document: Mapping[str, Any]) -> None:
@@ -136,6 +146,9 @@ def _say(comparison: Comparison, document: Mapping[str, Any]) -> None:
             "the job has dropout, which ranks draw differently in each layout: differences are no errors; "
             "train without dropout to compare"
         )
+    for run in (comparison.reference, comparison.other):
+        if run.perturb is not None:
+            note(f"{run.source} was captured with --perturb {human_value(run.perturb)}: its input differs")
     for reason, count in comparison.left_out.items():
         note(f"left out: {human_count(count)} {reason}")
     for run, names in (
@@ -144,5 +157,10 @@ def _say(comparison: Comparison, document: Mapping[str, Any]) -> None:
     ):
         if names:
             name_some("tensor", f"only in {run.source}", [str(name) for name in names])
-    if comparison.samples.unpaired:
-        note(f"{human_count(comparison.samples.unpaired, 'sample')} of one run without a counterpart")
+    samples = comparison.samples
+    for run, count in ((comparison.reference, samples.of_reference), (comparison.other, samples.of_other)):
+        if count > len(samples.pairs):
+            note(
+                f"left out: {human_count(count - len(samples.pairs))} of {human_count(count)} micro-batches of "
+                f"{run.source}, which the other run does not have"
+            )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,21 +20,34 @@ from tests.kit.store.parts import linear, placed
 Capd = Callable[..., Result]
 DRAW = np.random.default_rng(5)
 X, W = (DRAW.standard_normal((4, 4)).astype(np.float32) for _ in range(2))
+Array = np.ndarray[Any, Any]
 OUTPUT = "layers.0.fc1.forward.output"
 
 
-def write(root: Path, ranks: int, by: float = 1.0, **told: float) -> Path:
+def write(
+    root: Path,
+    ranks: int,
+    by: float = 1.0,
+    *,
+    x: Array = X,
+    batches: int = 1,
+    dtype: str = "float32",
+    **told: Any,
+) -> Path:
     """One linear whose output is wrong by a factor; its weight and output are split over the ranks."""
     writer = StoreWriter(root, "node0")
-    for rank in range(ranks):
+    for number, rank in itertools.product(range(batches), range(ranks)):
         rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-        output = np.float32(by) * (X @ W.T)
+        own = x + np.float32(number)
+        output = np.float32(by) * (own @ W.T)
         for order, (tensor, placement, values) in enumerate(
-            (("input", "R", X), ("weight", "S(0)", W[rows]), ("output", "S(-1)", output[:, rows]))
+            (("input", "R", own), ("weight", "S(0)", W[rows]), ("output", "S(-1)", output[:, rows]))
         ):
             attributes = {**placed("tp", placement, rank, ranks, batch_dims=[]), **told}
-            moment = Moment(iteration=0, micro_batch=0, time_ns=1 + order)
-            writer.put("run", linear(tensor, rank=rank), values, "float32", moment, attributes=attributes)
+            moment = Moment(iteration=0, micro_batch=number, time_ns=1 + order + 10 * number)
+            if tensor != "weight" or number == 0:
+                key = linear(tensor, rank=rank)
+                writer.put("run", key, values.astype(dtype), dtype, moment, attributes=attributes)
     return writer.close() / "run.zarr"
 
 
@@ -144,3 +159,66 @@ def test_one_run_and_a_missing_rank_are_refused(capd: Capd, one: Path, tmp_path:
     done = capd("compare", one, other, "--logical")
     assert done.code == 2
     assert "parts are missing: tp 1 (rank 1" in done.err
+
+
+def test_a_run_with_nan_is_named_and_one_that_is_noise_is_refused(
+    capd: Capd, one: Path, tmp_path: Path
+) -> None:
+    broken = write(tmp_path / "nan", 1, by=np.nan)
+    for runs, where in (
+        ((one, broken), "the other run"),
+        ((broken, one), "the reference"),
+        ((broken, broken), "both"),
+    ):
+        done = capd("compare", *runs, "--logical")
+        assert done.code == 1
+        assert f"first divergence: iteration 0, micro-batch 0: {OUTPUT}" in done.out
+        assert f"NaN or Inf in {where}" in done.out
+    done = capd("compare", one, write(tmp_path / "tp2", 2), "--logical", "--noise", broken)
+    assert done.code == 2
+    assert f"{OUTPUT} at iteration 0 holds NaN or Inf, and the reference none" in done.err
+
+
+def test_a_noise_run_is_neither_of_the_runs_and_is_perturbed(capd: Capd, one: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "tp2", 2)
+    for noise, what in ((one, "the reference"), (other, "the run that is compared")):
+        done = capd("compare", one, other, "--logical", "--noise", noise)
+        assert done.code == 2
+        assert f"is {what}, so it measures no rounding" in done.err
+    plain = capd("compare", one, other, "--logical", "--noise", write(tmp_path / "plain", 1))
+    assert plain.code == 0
+    assert "was captured without --perturb: limits are as small as its differences" in plain.err
+    perturbed = write(tmp_path / "perturbed", 1, perturb="1e-7")
+    assert capd("compare", one, other, "--logical", "--noise", perturbed).err == ""
+    swapped = capd("compare", perturbed, other, "--logical")
+    assert "was captured with --perturb 1e-7: its input differs" in swapped.err
+
+
+def test_micro_batches_of_another_number_are_counted_and_of_another_size_refused(
+    capd: Capd, one: Path, tmp_path: Path
+) -> None:
+    more = write(tmp_path / "more", 2, batches=3)
+    done = capd("compare", one, more, "--logical")
+    assert done.code == 0
+    assert "1 micro-batch of 1 and 3 paired by content" in done.out
+    assert f"left out: 2 of 3 micro-batches of {more}, which the other run does not have" in done.err
+    samples = capd("compare", one, more, "--logical", "--json").json["samples"]
+    assert (samples["pairs"], samples["unpaired"], samples["reference"], samples["other"]) == (1, 2, 1, 3)
+
+    halves = write(tmp_path / "halves", 1, x=X[:2], batches=2)
+    refused = capd("compare", one, halves, "--logical")
+    assert refused.code == 2
+    assert (
+        "micro-batches have other shapes: layers.0.fc1.forward.input is [4, 4] in 1 micro-batch of"
+        in refused.err
+    )
+    assert "and [2, 4] in 2 micro-batches of" in refused.err
+    assert "rows are not regrouped" in refused.err
+
+
+def test_dtypes_that_differ_are_told(capd: Capd, one: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "half", 1, dtype="float16")
+    done = capd("compare", one, other, "--logical")
+    assert "3 comparisons of float32 with float16: limits are those of the coarser one" in done.out
+    told = capd("compare", one, other, "--logical", "--json").json["other_dtypes"]
+    assert told == [{"reference": "float32", "other": "float16", "comparisons": 3}]
