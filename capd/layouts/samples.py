@@ -220,8 +220,8 @@ def _check_shapes(
     if left.isdisjoint(right):
         raise ConfigError(
             f"micro-batches have other shapes: {anchor.text} is {list(min(left))} in {_count(ours)} of "
-            f"{reference.source}, and {list(min(right))} in {_count(theirs)} of {other.source}; rows are not regrouped: "
-            "run both with micro-batches of one size"
+            f"{reference.source}, and {list(min(right))} in {_count(theirs)} of {other.source}; rows are not "
+            "regrouped: run both with micro-batches of one size"
         )
 
 
