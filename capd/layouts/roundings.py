@@ -41,8 +41,9 @@ class Roundings:
             ranks: The most ranks over which a product is added up.
         """
         self._run, self._sum_over_ranks = run, math.log2(max(ranks, 1))
-        # The square of the error after each product, and after the last one.
+        # The square of the error after each product, before each iteration, and after the last product.
         self._until: dict[tuple[int, str, str], float] = {}
+        self._before: dict[int, float] = {}
         self._square = 0.0
 
     def estimate(self, name: TensorName, iteration: int, eps: float) -> float:
@@ -55,9 +56,13 @@ class Roundings:
         """
         product = (iteration, name.module, name.operation)
         adds_up = min(eps, roundoff("float32")) ** 2 / 6
+        before = self._before.setdefault(iteration, self._square)
         if product not in self._until:
             self._square += eps**2 * (1 + self._sum_over_ranks) + adds_up * self._terms_of(name)
             self._until[product] = self._square
+        if name.is_parameter:
+            # Only earlier steps have changed it.
+            return math.sqrt(before)
         square = self._until[product]
         if name.tensor in _OF_PARAMETERS:
             # A sum over the tokens; the gradient of a whole step also over its micro-batches.

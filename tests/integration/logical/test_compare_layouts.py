@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,26 +89,41 @@ BUGS |= {
     if layout.steps == 1
 }
 
-Run = Callable[..., Path]
+# The runs of several tests; those of one test are removed after it.
+SHARED = (
+    replace(LAYOUTS["tp2sp"][0], **LAYOUTS["tp2sp"][1]),
+    replace(DENSE, cp=2, ranks=2, plugin="tests.kit.models.layout_bugs:loss_over_cp_twice"),
+)
+
+
+class Runs:
+    """The runs of layouts, perturbed or not. Each is trained when a test first asks for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._known, self._trained = directory, dict[tuple[str, str], Path](), 0
+
+    def __call__(self, layout: Layout, perturb: str = "") -> Path:
+        place = (layout.json(), perturb)
+        if place not in self._known:
+            settings = {"CAPD_PERTURB": perturb} if perturb else {}
+            self._known[place] = run_layout(layout, self._directory, f"run{self._trained}", **settings)
+            self._trained += 1
+        return self._known[place]
+
+    def forget(self, layout: Layout) -> None:
+        """Remove a run that no other test needs: all of them at once would take longer than a test may."""
+        if layout not in SHARED:
+            shutil.rmtree(self._known.pop((layout.json(), "")))
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """Gives the run of a layout, perturbed or not, which is trained when the first test asks for it."""
-    known: dict[tuple[str, str], Path] = {}
+def run() -> Iterator[Runs]:
+    """Gives the run of a layout."""
     with tempfile.TemporaryDirectory(prefix="capd-compared-") as name:
-
-        def trained(layout: Layout, perturb: str = "") -> Path:
-            place = (layout.json(), perturb)
-            if place not in known:
-                settings = {"CAPD_PERTURB": perturb} if perturb else {}
-                known[place] = run_layout(layout, Path(name), f"run{len(known)}", **settings)
-            return known[place]
-
-        yield trained
+        yield Runs(Path(name))
 
 
-def compared(run: Run, reference: Layout, other: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def compared(run: Runs, reference: Layout, other: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the document of a comparison with a noise run."""
     return judged(run(reference), other, "--noise", run(reference, EPS[reference.dtype]), *options)
 
@@ -121,7 +136,7 @@ def judged(reference: Path, other: Path, *options: str | Path) -> tuple[int, dic
 
 
 @pytest.mark.parametrize("name", rows(LAYOUTS, ("tp2sp", f"cp2{NARROW}")))
-def test_every_whole_tensor_of_a_sound_layout_is_within_its_limit(run: Run, name: str) -> None:
+def test_every_whole_tensor_of_a_sound_layout_is_within_its_limit(run: Runs, name: str) -> None:
     reference, sizes = LAYOUTS[name]
     layout = replace(reference, **sizes)
     code, found = compared(run, reference, run(layout))
@@ -143,10 +158,11 @@ def test_every_whole_tensor_of_a_sound_layout_is_within_its_limit(run: Run, name
     code, guessed = judged(run(reference), run(layout))
     assert guessed["guessed_limits"] is True
     assert (code, guessed["beyond"]) == (0, 0), guessed["tensors"][:3]
+    run.forget(layout)
 
 
 @pytest.mark.parametrize("name", rows(BUGS, ("loss_over_cp_twice", "output_not_reduced")))
-def test_a_bug_is_named_by_its_place_and_its_factor(run: Run, name: str) -> None:
+def test_a_bug_is_named_by_its_place_and_its_factor(run: Runs, name: str) -> None:
     reference, sizes, tensor, after, equals = BUGS[name]
     layout = replace(reference, **sizes, plugin=f"tests.kit.models.layout_bugs:{name.partition(',')[0]}")
     code, found = compared(run, reference, run(layout))
@@ -167,9 +183,10 @@ def test_a_bug_is_named_by_its_place_and_its_factor(run: Run, name: str) -> None
     if layout.steps == 1:
         guessed = judged(run(reference), run(layout))[1]["first_divergence"]
         assert (guessed["tensor"], guessed["equals"]) == (tensor, equals)
+    run.forget(layout)
 
 
-def test_a_factor_is_forgiven_up_to_scale(run: Run) -> None:
+def test_a_factor_is_forgiven_up_to_scale(run: Runs) -> None:
     """The text tells the factor, and gradients that are wrong by it alone are within their limits."""
     reference, sizes, *_ = BUGS["loss_over_cp_twice"]
     other = run(replace(reference, **sizes, plugin="tests.kit.models.layout_bugs:loss_over_cp_twice"))
@@ -189,7 +206,7 @@ def test_a_factor_is_forgiven_up_to_scale(run: Run) -> None:
     assert compared(run, reference, other, "--up-to-scale")[0] == 0
 
 
-def test_missing_parts_are_an_error_that_names_their_rank(run: Run, tmp_path: Path) -> None:
+def test_missing_parts_are_an_error_that_names_their_rank(run: Runs, tmp_path: Path) -> None:
     reference, sizes = LAYOUTS["tp2sp"]
     place = tmp_path / "copy.zarr"
     shutil.copytree(run(replace(reference, **sizes)), place)

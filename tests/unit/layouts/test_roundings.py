@@ -56,6 +56,14 @@ def test_gradients_of_parameters_add_the_sum_over_their_tokens(run: WholeRun) ->
     assert found.estimate(OUTPUT, 1, EPS) == pytest.approx(EPS * math.sqrt(3 + (terms + TERMS) / 6))
 
 
+def test_a_parameter_has_the_roundings_of_earlier_steps_alone(run: WholeRun) -> None:
+    found, weight = Roundings(run, 1), OUTPUT._replace(tensor="weight")
+    assert found.estimate(weight, 0, EPS) == 0.0
+    after = found.estimate(OUTPUT, 0, EPS)
+    assert after == pytest.approx(EPS * math.sqrt(1 + TERMS / 6))
+    assert found.estimate(weight, 1, EPS) == after
+
+
 def test_a_tensor_keeps_the_error_of_the_products_before_it_whatever_its_own_dtype(run: WholeRun) -> None:
     found = Roundings(run, 1)
     found.estimate(OUTPUT, 0, NARROW)
