@@ -24,6 +24,8 @@ Rows = Callable[[slice], Tensor]
 
 # So many values and the copies that a quantiser makes of them stay in the caches.
 _SLAB_VALUES = 1 << 18
+# Transformed rows of more values are made again after a look at all of them, and not kept.
+_KEPT_VALUES = 1 << 22
 
 
 class PlainRows:
@@ -75,8 +77,7 @@ class PlainRows:
         if not self.is_transformed:
             return self.raw.to(dtype)
         found = torch.empty(self.raw.shape, dtype=dtype)
-        length, columns = self.raw.shape
-        for rows in slabs(0, length, columns, self.step):
+        for rows in slabs(0, self.raw.shape[0], self.raw.shape[1], self.step):
             found[rows] = self(rows)
         return found
 
@@ -84,14 +85,13 @@ class PlainRows:
 class QuantisedRows:
     """The rows of an operand after its quantiser, float32. Those that are drawn must be asked for once, in order."""
 
-    def __init__(self, plain: PlainRows, word: str, seed: int, *, keeps: bool = True) -> None:
+    def __init__(self, plain: PlainRows, word: str, seed: int) -> None:
         """Look at all rows if the format has a scale of all.
 
         Args:
             plain: The rows before the quantiser.
             word: The word of the format. "" for none.
             seed: The seed of its random bits.
-            keeps: Whether transformed rows are kept in memory after the look at them, else they are made again.
         """
         self._plain: Rows = plain
         self._shape = plain.raw.shape
@@ -110,9 +110,9 @@ class QuantisedRows:
         elif self._spec.has_scale_of_all:
             parts = iter([plain.raw if plain.raw.is_contiguous() else plain.raw.t()])
             if plain.is_transformed:
-                self._plain = plain.whole(plain.dtype).__getitem__ if keeps else plain
-                length, columns = self._shape
-                parts = map(self._plain, slabs(0, length, columns, plain.step))
+                is_kept = plain.raw.numel() <= _KEPT_VALUES
+                self._plain = plain.whole(plain.dtype).__getitem__ if is_kept else plain
+                parts = map(self._plain, slabs(0, self._shape[0], self._shape[1], plain.step))
             self._extremes = extremes_of(parts)
 
     def __call__(self, wanted: slice) -> Tensor:

@@ -90,17 +90,17 @@ class ReplayRecipe:
         # The second operand is made first, when nothing else of the product is in memory.
         plain = PlainRows(again, turn, signs, takes_bfloat16=_has_table(of_b))
         found_b = QuantisedRows(plain, of_b, _seed(seed, 2))(slice(None))
+        del plain, again, forward
         plain_b = None
         if with_plain and touched[1]:
             before = self.words.transform if self.words.mask and product != "y" else ""
             unquantised = second if product == "y" else second.t()
             plain_b = PlainRows(unquantised, turn, signs, before=before).whole().t()
-        del plain, again, forward
         plain = PlainRows(
             first.t() if product == "dw" else first, turn, signs, takes_bfloat16=_has_table(of_a)
         )
         return OperandPair(
-            QuantisedRows(plain, of_a, _seed(seed, 1), keeps=not with_plain),
+            QuantisedRows(plain, of_a, _seed(seed, 1)),
             found_b.t(),
             plain if with_plain and touched[0] else None,
             plain_b,
