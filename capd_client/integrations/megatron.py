@@ -19,7 +19,7 @@ from torch import nn
 from capd_client.hooks.function_sites import FunctionSite
 from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks as ranks
-from capd_client.integrations.attention_facts import of_core, shape_of
+from capd_client.integrations.attention_facts import of_core, of_core_call
 from capd_client.protocol.kinds import ATTENTION, LINEAR
 
 __all__ = ["LAYERS", "LINEAR_FUNCTIONS", "find_sites", "is_one_kernel"]
@@ -146,15 +146,10 @@ def _attention(found: _Found) -> Site:
 def _description_of_attention(
     module: nn.Module,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    names = ("query", "key", "value", "attention_mask", "attn_mask_type")
+    names = ("query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias")
     known = of_core(module)
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        *_, mask, mask_type = operands_of(names, args, kwargs)
-        return {
-            "attention_mask_shape": shape_of(mask),
-            "attn_mask_type": None if mask_type is None else str(mask_type),
-            **known,
-        }
+        return of_core_call({**dict(zip(names, args, strict=False)), **kwargs}, None, known)
 
     return describe

@@ -18,7 +18,7 @@ from torch import nn
 
 from capd_client.hooks.sites import Attributes, Site, operands_of
 from capd_client.integrations import megatron_ranks
-from capd_client.integrations.attention_facts import of_core, shape_of
+from capd_client.integrations.attention_facts import of_core, of_core_call
 from capd_client.integrations.te_inspection import inspects
 from capd_client.protocol.kinds import ATTENTION, LINEAR, Kind
 
@@ -102,14 +102,7 @@ def _attention(module: Any) -> Site:
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        given = dict(zip(names, args, strict=False), **kwargs)
-        mask = given.get("attention_mask")
-        kind = given.get("attn_mask_type")
-        return {
-            "attention_mask_shape": shape_of(mask),
-            "attn_mask_type": default_kind if kind is None else str(kind),
-            **known,
-        }
+        return of_core_call(dict(zip(names, args, strict=False), **kwargs), default_kind, known)
 
     default_kind, known = str(module.attn_mask_type), of_core(module)
     layout = (("layout", str(module.qkv_format)),)

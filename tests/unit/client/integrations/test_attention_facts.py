@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from capd_client.integrations.attention_facts import of_core, of_sdpa, of_transformers
+from capd_client.integrations.attention_facts import of_core, of_core_call, of_sdpa, of_transformers
 
 QUERY, KEY = torch.zeros(2, 4, 8, 16), torch.zeros(2, 2, 12, 16)
 
@@ -38,6 +38,12 @@ def test_sdpa_tells_its_arguments(arguments: dict[str, Any], expected: tuple[Any
         ("sdpa_attention_forward", torch.ones(1, 1, 8, 12), {}, "arbitrary"),
         # What others do without a mask is theirs to know.
         ("flex_attention_forward", None, {}, None),
+        ("eager_attention_forward", None, {"is_causal": True}, None),
+        ("eager_attention_forward", None, {"is_causal": False}, "no_mask"),
+        # It is aligned at the last token, and position ids of one row may be those of packed sequences.
+        ("flash_attention_forward", None, {}, "causal_bottom_right"),
+        ("flash_attention_forward", None, {"position_ids": torch.arange(8)[None]}, "causal_bottom_right"),
+        ("flash_attention_forward", None, {"cu_seq_lens_q": torch.tensor([0, 8])}, None),
     ],
 )
 def test_transformers_tell_what_their_function_does(
@@ -50,6 +56,12 @@ def test_transformers_tell_what_their_function_does(
     )
     assert found.get("attn_mask_type") == kind
     assert (found["softmax_scale"], found["attention_dropout"]) == (0.1, 0.2)
+
+
+def test_packed_sequences_of_one_row_have_no_known_mask() -> None:
+    named = SimpleNamespace(__name__="flash_attention_forward")
+    call = (named, SimpleNamespace(is_causal=True), QUERY[:1], KEY[:1], KEY[:1], None)
+    assert "attn_mask_type" not in of_transformers(call, {"position_ids": torch.tensor([[0, 1, 2, 3] * 2])})
 
 
 @pytest.mark.parametrize(("window", "variant"), [(4, ["sliding_window"]), (12, None), (None, None)])
@@ -73,3 +85,30 @@ def test_a_core_attention_tells_what_its_calls_share() -> None:
     core.config.softmax_type = "vanilla"
     assert of_core(core) == {"softmax_scale": 0.125, "attention_dropout": 0.1}
     assert of_core(nn.Identity()) == {}
+    core.softmax_type = "learnable"
+    assert of_core(core)["attention_variant"] == ["sinks"]
+
+
+@pytest.mark.parametrize(
+    ("given", "variant"),
+    [
+        ({"core_attention_bias_type": "no_bias", "window_size": (-1, 0)}, None),
+        ({"core_attention_bias_type": "alibi"}, ["sinks", "position_bias"]),
+        ({"core_attention_bias": torch.zeros(1)}, ["sinks", "position_bias"]),
+        (
+            {"attention_bias": torch.zeros(1), "window_size": (4, 0)},
+            ["sinks", "sliding_window", "position_bias"],
+        ),
+    ],
+)
+def test_a_call_of_a_core_attention_tells_its_own_bias_and_window(
+    given: dict[str, Any], variant: list[str] | None
+) -> None:
+    known = {"softmax_scale": 0.5, "attention_variant": ["sinks"]}
+    found = of_core_call({"attention_mask": QUERY, **given}, "causal", known)
+    assert found == {
+        "attention_mask_shape": [2, 4, 8, 16], "attn_mask_type": "causal", "softmax_scale": 0.5,
+        "attention_variant": variant or ["sinks"],
+    }  # fmt: skip
+    assert known["attention_variant"] == ["sinks"]
+    assert of_core_call({"attn_mask_type": "no_mask"}, "causal", {})["attn_mask_type"] == "no_mask"
