@@ -65,7 +65,7 @@ class Definitions:
 
     def __init__(self, interned: Callable[[Define], None] = lambda _: None) -> None:
         self._interned = interned
-        # By (id of the key object, dtype, id of the attributes); or with the attributes' items instead of their id.
+        # By (id of the key object, dtype, id of the attributes); or with what they hold instead of their id.
         self.found: dict[Any, Definition] = {}
         self._by_content: dict[tuple[Key, str, bytes], Definition] = {}
         self._all: list[Definition] = []
@@ -84,7 +84,7 @@ class Definitions:
         if found is not None or attributes is None:
             return found
         try:
-            found = self.found.get((id(key), dtype, tuple(attributes.items())))
+            found = self.found.get((id(key), dtype, _content_of(attributes)))
         except TypeError:
             # An attribute has an unhashable value.
             return None
@@ -150,8 +150,13 @@ class Definitions:
         if len(self.found) >= _MAX_REMEMBERED:
             self.found.clear()
         held = Definition(definition.define, key, attributes)
-        at: Any = (id(key), dtype, id(None) if attributes is None else tuple(attributes.items()))
+        at: Any = (id(key), dtype, id(None) if attributes is None else _content_of(attributes))
         try:
             self.found[at] = held
         except TypeError:
             return
+
+
+def _content_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what attributes hold. The types tell True and 1.0 from 1."""
+    return tuple(attributes.items()), tuple(map(type, attributes.values()))

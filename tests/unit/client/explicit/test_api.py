@@ -108,6 +108,13 @@ def test_attributes_are_those_of_the_series(on: Peer) -> None:
     assert placed.items() <= on.records[2].attributes.items()
 
 
+def test_equal_attributes_of_other_types_are_told_apart(on: Peer) -> None:
+    for value in (1, True, 1.0, 1):
+        capd_client.capture(torch.ones(1), tensor_name="x", attributes={"value": value})
+    assert capd_client.flush(10)
+    assert [repr(record.attributes["value"]) for record in on.records] == ["1", "True", "1.0", "1"]
+
+
 def test_overrides_hold_for_one_capture(on: Peer) -> None:
     capd_client.capture(
         torch.ones(1), tensor_name="x", iteration=5, micro_batch=6, batch_idx=7, sequence_idx=8
