@@ -109,7 +109,8 @@ def _other_files(root: Path, found: dict[Tool, Sequence[Any]]) -> list[TensorFil
 
 
 def _read_dumps(root: Path, dumps: Sequence[Dump], _: FileFacts) -> FoundFiles:
-    _must_be_one_job((f"step {dump.iteration} of rank {dump.rank}", dump.directory) for dump in dumps)
+    known = (dump for dump in dumps if not dump.problem)
+    _must_be_one_job((f"step {dump.iteration} of rank {dump.rank}", dump.directory) for dump in known)
     records = sum(1 for _ in dumped_tensors(dumps))
     if not records:
         raise NothingMatched(f"the msprobe dump in {root} names no tensor")

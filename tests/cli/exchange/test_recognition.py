@@ -79,6 +79,19 @@ def test_files_of_two_jobs_never_become_one_run(capd: Capd, tmp_path: Path, tool
     assert str(tmp_path / "jobs" / "b") in done.err
 
 
+def test_a_dump_with_a_number_that_no_job_has_is_skipped_and_the_others_are_imported(
+    capd: Capd, tmp_path: Path
+) -> None:
+    for name in ("good", "bad"):
+        msprobe(tmp_path / name)
+    (tmp_path / "bad/step0/rank0").rename(tmp_path / "good/step0/rank99999999999")
+
+    done = capd("import", tmp_path / "good", "--store", tmp_path / "runs", "--json")
+
+    assert (done.code, done.json["imported"], len(done.json["skipped"])) == (1, 1, 1)
+    assert "is none that a job has" in done.err
+
+
 def test_an_option_of_another_tool_is_refused(capd: Capd, tmp_path: Path) -> None:
     sglang(tmp_path / "dump")
 
