@@ -9,6 +9,7 @@ Sums and softmax are those of Dao et al., "FlashAttention", 2022, section 2.2.
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -73,8 +74,11 @@ def facts_of(output: CapturedTensor) -> AttentionFacts:
 
 
 def _number(value: object) -> float | None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None  # type: ignore[arg-type]
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    # A job may have told an integer that no float64 has.
+    number = float(value) if abs(value) <= sys.float_info.max else math.nan
+    return number if math.isfinite(number) else None
 
 
 def attention_reason(call: ProductCall) -> str | None:

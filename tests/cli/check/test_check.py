@@ -181,6 +181,12 @@ def test_attention_with_dropout_is_counted(capd: Capd, tmp_path: Path) -> None:
     assert (found.code, "O: dropout takes weights away at random" in found.err) == (5, True)
 
 
+@pytest.mark.parametrize("told", [10**400, True, "0.3"])
+def test_a_scale_that_is_no_number_is_unknown(capd: Capd, tmp_path: Path, told: Any) -> None:
+    found = capd("check", put_attention(tmp_path, {"softmax_scale": told}, scale=0.7))
+    assert (found.code, "O: its mask, scale or dropout is not recorded" in found.err) == (5, True)
+
+
 def test_one_row_does_not_tell_an_error_from_a_bias_and_two_do(capd: Capd, tmp_path: Path) -> None:
     bias = np.linspace(-3, 3, 48)
     for rows, factor, code in ((1, 1, 5), (2, 1, 0), (2, 1.2, 1)):
