@@ -99,7 +99,7 @@ def attention_reason(call: ProductCall) -> str | None:
         return "the sequence is split over context-parallel ranks"
     if precision_of([call.tensors[name].dtype for name in "qkvo"]) is None:
         return UNKNOWN_CAST
-    if call.tensors["q"].attributes.get("layout") not in _LAYOUTS or len(call.tensors["q"].shape) != 4:
+    if str(call.tensors["q"].attributes.get("layout")) not in _LAYOUTS or len(call.tensors["q"].shape) != 4:
         return "the order of the axes is not known"
     facts = facts_of(call.tensors["o"])
     if facts.dropout:

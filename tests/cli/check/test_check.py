@@ -145,14 +145,16 @@ def test_a_damaged_record_is_named_and_the_rest_is_checked(capd: Capd, tmp_path:
     assert "2 products of 1 call checked" in found.out
 
 
-def put_attention(root: Path, told: dict[str, Any], *, scale: float, factor: float = 1.0) -> Path:
+def put_attention(
+    root: Path, told: dict[str, Any], *, scale: float, factor: float = 1.0, layout: Any = "bhsd"
+) -> Path:
     """Causal attention of two heads, [batch, heads, positions, size], whose output has the positions first."""
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 2, 9, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
     weights = (q @ k.transpose(-1, -2) * scale).masked_fill(mask, -torch.inf).softmax(-1)
     output = (factor * weights @ v).transpose(1, 2)
-    attributes = {"layout": "bhsd", "output_layout": "bshd"}
+    attributes = {"layout": layout, "output_layout": "bshd"}
     facts = {
         "attn_mask_type": "AttnMaskType.causal",
         "attention_dropout": 0.0,
@@ -179,6 +181,12 @@ def test_attention_whose_output_has_another_order_is_judged(capd: Capd, tmp_path
 def test_attention_with_dropout_is_counted(capd: Capd, tmp_path: Path) -> None:
     found = capd("check", put_attention(tmp_path, {"attention_dropout": 0.1}, scale=0.3))
     assert (found.code, "O: dropout takes weights away at random" in found.err) == (5, True)
+
+
+@pytest.mark.parametrize("layout", ["dhsb", ["b", "h"], None])
+def test_attention_of_unknown_axes_is_counted(capd: Capd, tmp_path: Path, layout: Any) -> None:
+    found = capd("check", put_attention(tmp_path, {}, scale=0.3, layout=layout))
+    assert (found.code, "O: the order of the axes is not known" in found.err) == (5, True)
 
 
 @pytest.mark.parametrize("told", [10**400, True, "0.3"])
