@@ -200,26 +200,27 @@ class ProductCalls:
         labels: dict[Layer, list[Value]] = {}
         for layer in self._calls.keys() - self._labelled:
             labels.setdefault(layer[2:], []).append(layer[0])
-        found = [
-            list(self._calls_of(layer, calls, labels, some))
-            for group in together(self._calls, self._labelled)
-            for layer, calls in merged(group, self._calls)
-        ]
+        found: list[list[ProductCall]] = []
+        for group in together(self._calls, self._labelled):
+            parts = list(merged(group, self._calls))
+            for layer, calls in parts:
+                # The weight of another run is not theirs.
+                own = () if layer in self._labelled or len(parts) > 1 else labels[layer[2:]]
+                found.append(list(self._calls_of(layer, calls, own, some)))
         return [calls for calls in found if calls]
 
     def _calls_of(
         self,
         layer: Layer,
         calls: Mapping[At, Mapping[str, CapturedTensor]],
-        labels: Mapping[Layer, Sequence[Value]],
+        labels: Sequence[Value],
         some: Collection[str],
     ) -> Iterator[ProductCall]:
-        """Yield the calls of a layer. labels: the quant types of a module that say nothing but dtypes."""
-        own = () if layer in self._labelled else labels[layer[2:]]
+        """Yield the calls of a layer. labels: the quant types of layers whose weight is theirs, too."""
         for at, tensors in calls.items():
             if not tensors.keys().isdisjoint(some):
                 shared: dict[str, CapturedTensor] = {}
-                for label in (*sorted(map(str, own)), layer[0]):
+                for label in (*sorted(map(str, labels)), layer[0]):
                     # A whole weight is that of all samples.
                     for rank in (None, layer[1]):
                         known = self._of_iteration.get(((label, rank, *layer[2:]), _iteration(at)), {})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from capd.products.captured.calls import ProductCall
 from capd_client.protocol.key import Moment
@@ -45,11 +46,15 @@ def test_a_label_keeps_the_types_of_a_collection_apart(tmp_path: Path) -> None:
     assert all(len(call.tensors) == 4 for call in calls)
 
 
-def test_labels_that_are_the_dtypes_of_two_runs_are_two_products(tmp_path: Path) -> None:
-    """Each of the two types was trained in its own dtype, so the labels say nothing that the dtypes do not."""
+@pytest.mark.parametrize("lost", ["", "bf16", "fp32"])
+def test_labels_that_are_the_dtypes_of_two_runs_are_two_products(tmp_path: Path, lost: str) -> None:
+    """Each of the two types was trained in its own dtype, so the labels say nothing that the dtypes do not.
+
+    A run whose weight was lost has none, and not that of the other one.
+    """
     writer = StoreWriter(tmp_path)
     for dtype, label in (("bfloat16", "bf16"), ("float32", "fp32")):
-        for name in ("input", "weight", "output"):
+        for name in ("input", "output", *(() if label == lost else ("weight",))):
             key = linear_key(quant_type=label, tensor_name=name, module="m0", layer=0)
             kind: Any = {"bfloat16": np.uint16}.get(dtype, dtype)
             writer.put("run", key, np.ones((4, 4), kind), dtype, Moment())
@@ -59,6 +64,6 @@ def test_labels_that_are_the_dtypes_of_two_runs_are_two_products(tmp_path: Path)
         call.place["quant_type"]: {name: one.dtype for name, one in call.tensors.items()} for call in calls
     }
     assert found == {
-        label: dict.fromkeys(("x", "w", "y"), dtype)
+        label: dict.fromkeys(("x", "y") if label == lost else ("x", "w", "y"), dtype)
         for label, dtype in (("bf16", "bfloat16"), ("fp32", "float32"))
     }
