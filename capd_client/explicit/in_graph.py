@@ -68,6 +68,9 @@ def capture_in_graph(tensor: Any, **given: Any) -> None:
 
     The arguments are the same. `immutable` has no effect, because the graph may reuse the tensor's memory.
     """
+    # Only attributes have to be captured outside.
+    if given.get("attributes") is None:
+        given.pop("attributes", None)
     way = _way(tuple(given))
     if way == "off":
         return

@@ -325,6 +325,17 @@ def test_a_call_with_attributes_breaks_the_graph_and_is_captured(on: Peer) -> No
     assert record.attributes["tp_placement"] == "R"
 
 
+def test_a_call_without_attributes_breaks_no_graph_even_if_it_says_so(on: Peer) -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(x: Tensor) -> Tensor:
+        capd_client.capture(x, tensor_name="x", attributes=None)
+        return x + 1
+
+    assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
+    assert capd_client.flush(10)
+    assert len(on.records) == 1
+
+
 MISUSES: list[Callable[[Any], None]] = [
     lambda x: capd_client.capture([x], tensor_name="x"),  # type: ignore[arg-type]
     lambda x: capd_client.capture(x, tensor_name=3),  # type: ignore[arg-type]
