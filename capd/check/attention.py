@@ -31,6 +31,7 @@ _ROUNDINGS = 3
 _NO_MASK, _CAUSAL, _CAUSAL_FROM_THE_END = "no_mask", "causal", "causal_bottom_right"
 _VARIANTS = {
     "sliding_window": "a sliding window", "softcap": "a soft cap", "sinks": "sinks", "position_bias": "a position bias",
+    "fp8": "operands in FP8",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from capd_client.integrations.callers import calls
+from capd_client.integrations.transformer_engine import autocast_state
 
 __all__ = ["TENSOR_SAVER", "own_quantiser"]
 
@@ -24,7 +25,6 @@ _CALLS = ("save_tensor", "save_linear_tensors", "save_attention_tensors")
 _LIBRARIES = frozenset(
     {"torchao", "transformer_engine", "bitsandbytes", "modelopt", "mx", "msamp", "torch_npu"}
 )
-_TE_STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 
 
 def own_quantiser(models: Iterable[nn.Module]) -> Optional[str]:
@@ -37,7 +37,7 @@ def _reasons(models: tuple[nn.Module, ...]) -> Iterator[str]:
         yield TENSOR_SAVER
     if _is_of_library(type(functional.linear)) or _root_of(functional.linear) in _LIBRARIES:
         yield f"has F.linear replaced by {_root_of(functional.linear)}"
-    if _te_autocast():
+    if autocast_state() is not None:
         yield "trains under TransformerEngine's FP8 autocast"
     kinds: set[type] = set()
     for model in models:
@@ -83,11 +83,3 @@ def _is_of_library(kind: type) -> bool:
 
 def _root_of(value: Any) -> str:
     return str(getattr(value, "__module__", "") or "").partition(".")[0]
-
-
-def _te_autocast() -> bool:
-    for name in _TE_STATES:
-        state = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
-        if isinstance(state, type) and state.is_fp8_enabled():  # type: ignore[attr-defined]
-            return True
-    return False

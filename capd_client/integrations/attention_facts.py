@@ -7,7 +7,8 @@ The metadata, each key only if it is known:
     attention_mask_shape    the shape of the mask that was given, null without one
     softmax_scale           the factor of Q Kᵀ
     attention_dropout       the probability with which a weight is dropped in this call
-    attention_variant       what else changes the scores: sliding_window, softcap, sinks, position_bias
+    attention_variant       what else changes the scores: sliding_window, softcap, sinks, position_bias; fp8, if their
+                            products are in FP8
 """
 
 from __future__ import annotations

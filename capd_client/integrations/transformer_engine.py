@@ -22,7 +22,7 @@ from capd_client.integrations.attention_facts import of_core, of_core_call
 from capd_client.integrations.te_inspection import inspects
 from capd_client.protocol.kinds import ATTENTION, LINEAR, Kind
 
-__all__ = ["find_sites"]
+__all__ = ["autocast_state", "find_sites"]
 
 _BLOCK = Kind("mlp", "layernorm_mlp", ("input",))
 _GROUPED = Kind("linear", "grouped_linear", ("input",))
@@ -33,6 +33,8 @@ _COLUMN = {"TEColumnParallelLinear", "TELayerNormColumnParallelLinear"}
 _ROW = {"TERowParallelLinear"}
 _FUSED = "fuse_wgrad_accumulation adds it to main_grad, not to grad; compute grad_outputᵀ · input"
 _SPLIT = "it is held in several parameters"
+# The file of its state has another name in newer versions.
+_STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 
 
 def find_sites(model: nn.Module) -> dict[str, list[Site]]:
@@ -102,11 +104,30 @@ def _attention(module: Any) -> Site:
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return of_core_call(dict(zip(names, args, strict=False), **kwargs), default_kind, known)
+        found = of_core_call(dict(zip(names, args, strict=False), **kwargs), default_kind, known)
+        if _multiplies_in_fp8():
+            found["attention_variant"] = [*found.get("attention_variant", ()), "fp8"]
+        return found
 
     default_kind, known = str(module.attn_mask_type), of_core(module)
     layout = (("layout", str(module.qkv_format)),)
     return Site(module, ATTENTION, tuple(names[:3]), attributes=layout, describe=describe)
+
+
+def autocast_state() -> Any:
+    """Return TransformerEngine's state while its FP8 autocast is entered, None otherwise."""
+    for name in _STATES:
+        state: Any = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if isinstance(state, type) and state.is_fp8_enabled():  # type: ignore[attr-defined]
+            return state
+    return None
+
+
+def _multiplies_in_fp8() -> bool:
+    """Whether the products of attention are in FP8, too."""
+    state = autocast_state()
+    recipe = None if state is None else state.get_fp8_recipe()
+    return any(getattr(recipe, name, False) for name in ("fp8_dpa", "fp8_mha"))
 
 
 def _description_of(module: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

@@ -121,6 +121,22 @@ def by_call(captured: list[Captured]) -> dict[tuple[Any, ...], Captured]:
     return found
 
 
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_attention_tells_that_it_multiplies_in_fp8(
+    engine: Any, sink: MemorySink, monkeypatch: pytest.MonkeyPatch, has_fp8: bool
+) -> None:
+    name = "transformer_engine.pytorch.quantization"
+    recipe = SimpleNamespace(fp8_dpa=has_fp8, fp8_mha=False)
+    methods = {"is_fp8_enabled": lambda: True, "get_fp8_recipe": lambda: recipe}
+    state = type("FP8GlobalStateManager", (), {each: staticmethod(one) for each, one in methods.items()})
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(FP8GlobalStateManager=state))
+    model = Model(engine)
+    watch(model, steps="0")
+    train(model)
+    core = by_call(sink.captured)["layers.0.core", "query", 0, 0, 0]
+    assert json.loads(core.metadata).get("attention_variant") == (["fp8"] if has_fp8 else None)
+
+
 def test_modules_are_captured_as_hooks_see_them(engine: Any, sink: MemorySink) -> None:
     torch.manual_seed(0)
     model = Model(engine)
