@@ -130,6 +130,8 @@ def judged_attention(call: ProductCall, limits: ProductLimits) -> ProductJudgeme
     if not fits or o.shape != (*q.shape[:3], v.shape[3]) or heads % k.shape[1]:
         return "shapes that do not fit"
     facts = facts_of(call.tensors["o"])
+    if facts.mask == _CAUSAL_FROM_THE_END and q.shape[2] > k.shape[2]:
+        return "its first queries see no key, and kernels differ in what they make of that"
     scale = 1 / math.sqrt(q.shape[3]) if facts.scale is None else facts.scale
     # With as many queries as keys both causal masks are the same.
     tried = (_NO_MASK, _CAUSAL) if q.shape[2] == k.shape[2] else (_NO_MASK, _CAUSAL, _CAUSAL_FROM_THE_END)

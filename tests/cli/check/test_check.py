@@ -146,12 +146,19 @@ def test_a_damaged_record_is_named_and_the_rest_is_checked(capd: Capd, tmp_path:
 
 
 def put_attention(
-    root: Path, told: dict[str, Any], *, scale: float, factor: float = 1.0, layout: Any = "bhsd"
+    root: Path,
+    told: dict[str, Any],
+    *,
+    scale: float,
+    factor: float = 1.0,
+    layout: Any = "bhsd",
+    keys: int = 9,
 ) -> Path:
     """Causal attention of two heads, [batch, heads, positions, size], whose output has the positions first."""
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 2, 9, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    mask = torch.ones(9, keys, dtype=torch.bool).triu(1)
     weights = (q @ k.transpose(-1, -2) * scale).masked_fill(mask, -torch.inf).softmax(-1)
     output = (factor * weights @ v).transpose(1, 2)
     attributes = {"layout": layout, "output_layout": "bshd"}
@@ -181,6 +188,13 @@ def test_attention_whose_output_has_another_order_is_judged(capd: Capd, tmp_path
 def test_attention_with_dropout_is_counted(capd: Capd, tmp_path: Path) -> None:
     found = capd("check", put_attention(tmp_path, {"attention_dropout": 0.1}, scale=0.3))
     assert (found.code, "O: dropout takes weights away at random" in found.err) == (5, True)
+
+
+def test_queries_without_a_key_are_counted(capd: Capd, tmp_path: Path) -> None:
+    told = {"attn_mask_type": "causal_bottom_right"}
+    found = capd("check", put_attention(tmp_path, told, scale=0.3, keys=5))
+    assert (found.code, "O: its first queries see no key" in found.err) == (5, True)
+    assert capd("check", put_attention(tmp_path / "causal", {}, scale=0.3, keys=5)).code == 0
 
 
 @pytest.mark.parametrize("layout", ["dhsb", ["b", "h"], None])
