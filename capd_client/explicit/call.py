@@ -70,8 +70,7 @@ def capture(
         quant_type: A label. Default: CAPD_QUANT_TYPE, else the tensor's dtype.
         metadata: A JSON object of at most 4096 bytes.
         attributes: JSON values that all captures with these names share, such as the rank's place and the placement
-            of the tensor: {"tp_rank": 0, "tp_size": 2, "tp_placement": "R"} (docs/logical.md). At most 64 KiB. In a
-            compiled graph, a call with attributes breaks the graph.
+            of the tensor: {"tp_rank": 0, "tp_size": 2, "tp_placement": "R"} (docs/logical.md). At most 64 KiB.
         slice: The rows to record, as in "first:64" (`capd_client.rules.slices`).
         iteration: Replaces the current iteration for this capture.
         micro_batch: Replaces the current micro-batch.

@@ -1,8 +1,8 @@
 """`capture()` inside compiled graphs: an operator replaces the call and breaks no graph.
 
 The names and numbers of the call are constants of the graph, unless the compiler makes a number an input. Calls whose
-names differ too often are skipped and counted (`capd_client.explicit.recompiles`). Metadata breaks the graph if the
-compiler does not know it as constant. The call then runs eagerly after the break.
+names differ too often are skipped and counted (`capd_client.explicit.recompiles`). Metadata and attributes break the
+graph if the compiler does not know them as constants. The call then runs eagerly after the break.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def bind(capture: Callable[..., None]) -> None:
     global _capture, _defaults
     _capture = capture
     parameters = inspect.signature(capture).parameters.values()
-    # A call with attributes runs outside of the graph.
-    others = ("tensor", "attributes", "immutable")
-    _defaults = {one.name: one.default for one in parameters if one.name not in others}
+    _defaults = {one.name: one.default for one in parameters if one.name not in ("tensor", "immutable")}
 
 
 @untraced
@@ -68,9 +66,6 @@ def capture_in_graph(tensor: Any, **given: Any) -> None:
 
     The arguments are the same. `immutable` has no effect, because the graph may reuse the tensor's memory.
     """
-    # Only attributes have to be captured outside.
-    if given.get("attributes") is None:
-        given.pop("attributes", None)
     way = _way(tuple(given))
     if way == "off":
         return
@@ -85,6 +80,8 @@ def capture_in_graph(tensor: Any, **given: Any) -> None:
         return
     if given.get("metadata") is not None:
         given["metadata"] = _as_json(given["metadata"])
+    if given.get("attributes") is not None:
+        given["attributes"] = _as_json(given["attributes"])
     trace_capture(tensor, **given)
 
 
@@ -111,9 +108,9 @@ def _way(names: tuple[str, ...]) -> str:
 
 
 @_at_trace_time
-def _as_json(metadata: Any) -> str:
+def _as_json(mapping: Any) -> str:
     try:
-        return msgspec.json.encode(metadata).decode()
+        return msgspec.json.encode(mapping).decode()
     except Exception as error:
         # The text is no mapping, so the capture is refused at run time.
         return msgspec.json.encode(str(error)).decode()
@@ -162,8 +159,9 @@ def _left_out(_: torch.Tensor) -> None:
 def _captured(tensor: torch.Tensor, flags: int, placements: str, *arguments: Any) -> None:
     """Capture at run time, as the operator's body."""
     named = dict(zip(_defaults, arguments, strict=True))
-    if named["metadata"] is not None:
-        named["metadata"] = msgspec.json.decode(named["metadata"])
+    for name in ("metadata", "attributes"):
+        if named[name] is not None:
+            named[name] = msgspec.json.decode(named[name])
     _take(restored(tensor, flags, placements), **named)
 
 
@@ -176,7 +174,8 @@ _CROWDED = (
 # The names follow the order of `capture`'s arguments.
 _CAPTURE = Operator(
     "capture(Tensor tensor, int flags, str placements, str tensor_name, str layer_type, str component, "
-    "str operation, str phase, SymInt? layer, str module, str stack, str? quant_type, str? metadata, str? slice, "
+    "str operation, str phase, SymInt? layer, str module, str stack, str? quant_type, str? metadata, "
+    "str? attributes, str? slice, "
     "SymInt? iteration, SymInt? micro_batch, SymInt? sample_idx, SymInt? batch_idx, SymInt? sequence_idx) -> ()",
     _captured,
     lambda *_: None,

@@ -57,10 +57,9 @@ def test_a_compiled_call_takes_every_argument_of_capture(on: Peer) -> None:
         "tensor_name": "x", "layer_type": "linear", "component": "up", "operation": "backward", "phase": "post",
         "layer": 3, "module": "layers.3", "stack": "encoder", "quant_type": "mine", "metadata": {"is": "constant"},
         "slice": "first:1", "iteration": 4, "micro_batch": 5, "sample_idx": 6, "batch_idx": 7, "sequence_idx": 8,
-        "immutable": True,
+        "immutable": True, "attributes": {"tp_placement": "R", "tp_rank": 0, "tp_size": 2},
     }  # fmt: skip
-    # A call with attributes runs outside of the graph.
-    assert {"tensor", "attributes", *every} == inspect.signature(capd_client.capture).parameters.keys()
+    assert {"tensor", *every} == inspect.signature(capd_client.capture).parameters.keys()
 
     def double(x: Tensor) -> Tensor:
         capd_client.capture(x, **every)
@@ -74,6 +73,8 @@ def test_a_compiled_call_takes_every_argument_of_capture(on: Peer) -> None:
     eager, compiled = on.records
     assert eager.key == compiled.key
     assert eager.descriptor.metadata == compiled.descriptor.metadata
+    assert eager.attributes == compiled.attributes
+    assert compiled.attributes["tp_size"] == 2
     moments = [msgspec.structs.replace(one.descriptor.moment, call=0, time_ns=0) for one in (eager, compiled)]
     assert moments[0] == moments[1]
     assert moments[0].sequence_idx == 8
@@ -313,22 +314,10 @@ def test_what_the_compiler_cannot_know_breaks_the_graph_and_is_captured(on: Peer
     assert json.loads(on.records[0].descriptor.metadata) == {"first": 1.0}
 
 
-def test_a_call_with_attributes_breaks_the_graph_and_is_captured(on: Peer) -> None:
-    @torch.compile(backend="eager")
-    def forward(x: Tensor) -> Tensor:
-        capd_client.capture(x, tensor_name="x", attributes={"tp_placement": "R", "tp_rank": 0, "tp_size": 1})
-        return x + 1
-
-    assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
-    assert capd_client.flush(10)
-    [record] = on.records
-    assert record.attributes["tp_placement"] == "R"
-
-
-def test_a_call_without_attributes_breaks_no_graph_even_if_it_says_so(on: Peer) -> None:
+def test_arguments_that_are_none_break_no_graph(on: Peer) -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def forward(x: Tensor) -> Tensor:
-        capd_client.capture(x, tensor_name="x", attributes=None)
+        capd_client.capture(x, tensor_name="x", attributes=None, metadata=None)
         return x + 1
 
     assert torch.equal(forward(torch.ones(2)), torch.full((2,), 2.0))
@@ -343,6 +332,8 @@ MISUSES: list[Callable[[Any], None]] = [
     lambda x: capd_client.capture(x, tensor_name="x", layer=-3),
     lambda x: capd_client.capture(x, tensor_name="x", metadata=[1]),  # type: ignore[arg-type]
     lambda x: capd_client.capture(x, tensor_name="x", metadata={"a": 1j}),
+    lambda x: capd_client.capture(x, tensor_name="x", attributes=[1]),  # type: ignore[arg-type]
+    lambda x: capd_client.capture(x, tensor_name="x", attributes={"a": 1j}),
 ]
 
 
