@@ -15,6 +15,7 @@ from benchmarks.store.store_runner import child
     [
         ("nvfp4", 1, False), ("nvfp4-te", 1, False), ("quartet", 1, False), (STOCHASTIC, 3, False),
         ("nvfp4", 1, True), ("mxfp4-rht-sr", 3, False), ("nvfp4-te", 1, True), ("quartet", 3, True),
+        ("quartet2", 3, True),
     ],
 )  # fmt: skip
 def test_a_call_of_4096_takes_384_mib(recipe: str, draws: int, blame: bool) -> None:
