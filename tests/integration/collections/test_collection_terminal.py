@@ -60,7 +60,9 @@ class Terminal:
 def hanging(tmp_path: Path) -> Iterator[Terminal]:
     """A collection in a terminal whose job trains no further."""
     options = ("--mode", "quick", "--control-iter", "1", "--run-id", "r")
-    job = ("bash", "-c", "trap 'echo told; sleep 600' TERM; echo deaf; sleep 600; sleep 600")
+    # bash waits by its own command, which a signal ends. A child that it has only just made for `sleep` swallows the
+    # signal, and bash would wait for it.
+    job = ("bash", "-c", "trap 'echo told; sleep 600' TERM; sleep 600 & echo deaf; wait; sleep 600")
     terminal = Terminal(arguments(*options, job=job), tmp_path)
     yield terminal
     for pid in jobs(tmp_path, "sleep"):
