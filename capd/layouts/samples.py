@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from capd.errors import ConfigError
 from capd.layouts.factor import relative_error
-from capd.layouts.views import Aspect, Values
+from capd.layouts.views import Aspect, Cut, Values
 from capd.layouts.whole_run import Coordinates, Occasion, WholeRun
 
 __all__ = ["RULES", "SamplePairs", "SamplePlace", "paired_samples"]
@@ -82,16 +82,15 @@ def paired_samples(
     if rule not in RULES:
         raise ConfigError(f"--samples {rule!r:.80}: use one of {', '.join(RULES)}")
     anchor = _anchor(reference, aspects)
-    ours = _samples(reference, anchor, of_reference=True)
-    theirs = _samples(other, anchor, of_reference=False)
+    ours, theirs = _side(reference, anchor.reference), _side(other, anchor.other)
     if rule != "content":
         if rule == "interleaved":
-            _check_rows(reference, other, anchor, ours, theirs)
+            _check_rows(ours, theirs)
         return _by_formula(ours, theirs, rule)
-    found = _by_content(reference, other, anchor, ours, theirs)
+    found = _by_content(ours, theirs, anchor.text)
     if found.pairs:
         return found
-    _check_shapes(reference, other, anchor, ours, theirs)
+    _check_shapes(ours, theirs, anchor.text)
     told = "no micro-batches of both runs have the same content; they are paired by Megatron's formula"
     return _by_formula(ours, theirs, "megatron")._replace(note=f"{told} (compared: {anchor.text})")
 
@@ -115,23 +114,29 @@ def _anchor(reference: WholeRun, aspects: Sequence[Aspect]) -> Aspect:
     return min(inputs, key=first)
 
 
-def _samples(run: WholeRun, anchor: Aspect, *, of_reference: bool) -> dict[SamplePlace, Occasion]:
-    cut = anchor.reference if of_reference else anchor.other
+class _Side(NamedTuple):
+    """A run, the tensor by which its samples are told apart, and where each sample has it."""
+
+    run: WholeRun
+    cut: Cut
+    samples: Mapping[SamplePlace, Occasion]
+
+    def values(self, sample: SamplePlace) -> Values:
+        """Return the tensor of a sample."""
+        return self.cut.values(self.run, [self.samples[sample]])
+
+
+def _side(run: WholeRun, cut: Cut) -> _Side:
     found: dict[SamplePlace, Occasion] = {}
     for at in sorted(run.occasions(cut.names[0])):
         found.setdefault(sample_of(at), at)
-    return found
+    return _Side(run, cut, found)
 
 
-def _by_content(
-    reference: WholeRun,
-    other: WholeRun,
-    anchor: Aspect,
-    ours: Mapping[SamplePlace, Occasion],
-    theirs: Mapping[SamplePlace, Occasion],
-) -> SamplePairs:
-    left = {sample: _content(anchor.reference.values(reference, [at])) for sample, at in ours.items()}
-    right = {sample: _content(anchor.other.values(other, [at])) for sample, at in theirs.items()}
+def _by_content(ours: _Side, theirs: _Side, anchor: str) -> SamplePairs:
+    left, right = (
+        {sample: _content(side.values(sample)) for sample in side.samples} for side in (ours, theirs)
+    )
     pairs: dict[SamplePlace, SamplePlace] = {}
     by_digest: dict[tuple[int, bytes], list[SamplePlace]] = {}
     for sample, content in right.items():
@@ -149,7 +154,7 @@ def _by_content(
         back = {sample: _nearest(right[sample], left, samples) for sample in others}
         pairs |= {sample: one for sample, one in nearest.items() if one is not None and back[one] == sample}
     rule = "content" if exact == len(pairs) else "nearest"
-    return SamplePairs(pairs, rule, anchor.text, len(left), len(right))
+    return SamplePairs(pairs, rule, anchor, len(left), len(right))
 
 
 class _Content(NamedTuple):
@@ -189,15 +194,13 @@ def _nearest(
     return found if error < _SAME else None
 
 
-def _by_formula(
-    ours: Mapping[SamplePlace, Occasion], theirs: Mapping[SamplePlace, Occasion], rule: str
-) -> SamplePairs:
-    left, right = _numbered(ours), _numbered(theirs)
+def _by_formula(ours: _Side, theirs: _Side, rule: str) -> SamplePairs:
+    left, right = _numbered(ours.samples), _numbered(theirs.samples)
     pairs = {sample: right[at] for at, sample in left.items() if at in right}
     return SamplePairs(pairs, rule, "", len(left), len(right))
 
 
-def _numbered(samples: Mapping[SamplePlace, Occasion]) -> dict[tuple[int, int], SamplePlace]:
+def _numbered(samples: Collection[SamplePlace]) -> dict[tuple[int, int], SamplePlace]:
     ranks = sorted({sample.coordinates for sample in samples})
     return {
         (one.iteration, max(one.micro_batch, 0) * len(ranks) + ranks.index(one.coordinates)): one
@@ -205,45 +208,30 @@ def _numbered(samples: Mapping[SamplePlace, Occasion]) -> dict[tuple[int, int], 
     }
 
 
-def _check_shapes(
-    reference: WholeRun,
-    other: WholeRun,
-    anchor: Aspect,
-    ours: Mapping[SamplePlace, Occasion],
-    theirs: Mapping[SamplePlace, Occasion],
-) -> None:
+def _check_shapes(ours: _Side, theirs: _Side, anchor: str) -> None:
     """Refuse runs none of whose micro-batches has the shape of one of the other run."""
-    left, right = (
-        {cut.values(run, [at]).shape for at in samples.values()}
-        for run, cut, samples in ((reference, anchor.reference, ours), (other, anchor.other, theirs))
-    )
+    left, right = ({side.values(sample).shape for sample in side.samples} for side in (ours, theirs))
     if left.isdisjoint(right):
         raise ConfigError(
-            f"micro-batches have other shapes: {anchor.text} is {list(min(left))} in {_count(ours)} of "
-            f"{reference.source}, and {list(min(right))} in {_count(theirs)} of {other.source}; rows are not "
-            "regrouped: run both with micro-batches of one size"
+            f"micro-batches have other shapes: {anchor} is {list(min(left))} in {_count(ours)}, and "
+            f"{list(min(right))} in {_count(theirs)}; rows are not regrouped: run both with micro-batches of one size"
         )
 
 
-def _count(samples: Mapping[SamplePlace, Occasion]) -> str:
-    return "1 micro-batch" if len(samples) == 1 else f"{len(samples)} micro-batches"
+def _count(side: _Side) -> str:
+    number = len(side.samples)
+    return f"{'1 micro-batch' if number == 1 else f'{number} micro-batches'} of {side.run.source}"
 
 
-def _check_rows(
-    reference: WholeRun,
-    other: WholeRun,
-    anchor: Aspect,
-    ours: Mapping[SamplePlace, Occasion],
-    theirs: Mapping[SamplePlace, Occasion],
-) -> None:
-    if len({one.coordinates for one in ours}) == len({one.coordinates for one in theirs}):
+def _check_rows(ours: _Side, theirs: _Side) -> None:
+    ranks, others = ({sample.coordinates for sample in side.samples} for side in (ours, theirs))
+    if len(ranks) == len(others):
         return
-    for run, cut, samples in ((reference, anchor.reference, ours), (other, anchor.other, theirs)):
-        at = next(iter(samples.values()))
-        shape = cut.values(run, [at]).shape
+    for side in (ours, theirs):
+        shape = side.values(next(iter(side.samples))).shape
         if len(shape) >= 3 and 1 not in shape[:2]:
             raise ConfigError(
-                f"--samples interleaved: a micro-batch of {run.source} has several rows ({list(shape)}), and the runs "
-                "have other numbers of data parallel ranks, so a micro-batch of one has rows of several of the other; "
-                "use micro-batches of one row"
+                f"--samples interleaved: a micro-batch of {side.run.source} has several rows ({list(shape)}), and the "
+                "runs have other numbers of data parallel ranks, so a micro-batch of one has rows of several of the "
+                "other; use micro-batches of one row"
             )

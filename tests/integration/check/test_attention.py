@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,25 +10,15 @@ import pytest
 from capd.check.document import check_document
 from capd.check.judging import ProductLimits
 from tests.integration.check.attention_job import BUGS, LEFT_OUT, SOUND
-from tests.kit import forking
+from tests.kit.jobs.captured import run_captured
 from tests.kit.jobs.products import checked_run
-from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("attention")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CAPD_")}
-    done = forking.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(root), "--run-id", "job", "--",
-         sys.executable, "-m", "tests.integration.check.attention_job"],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "CAPD_POLICY": "block", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=150, inner=forking.TRAINING,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root / "job.zarr"
+    return run_captured(tmp_path_factory.mktemp("attention"), "job", "tests.integration.check.attention_job")
 
 
 def test_bugs_are_named_and_nothing_else(run: Path) -> None:

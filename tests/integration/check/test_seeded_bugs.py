@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import pytest
 from capd.check.document import check_document
 from capd.check.judging import ProductLimits
 from tests.integration.check.seeded_job import BUGS, STALE, TOKENS
-from tests.kit import forking
+from tests.kit.jobs.captured import run_captured
 from tests.kit.jobs.layouts import Layout, run_layout
 from tests.kit.jobs.products import checked_run
-from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(300)
 BFLOAT16 = "bfloat16"
@@ -32,15 +29,8 @@ def document_of(run: Path, *, is_whole: bool) -> dict[str, Any]:
 def beyond(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What is beyond a limit in the job of linears with one bug each."""
     root = tmp_path_factory.mktemp("seeded")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CAPD_")}
-    done = forking.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(root), "--run-id", "job", "--",
-         sys.executable, "-m", "tests.integration.check.seeded_job"],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "CAPD_POLICY": "block", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=100, inner=forking.TRAINING,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = document_of(root / "job.zarr", is_whole=False)
+    run = run_captured(root, "job", "tests.integration.check.seeded_job")
+    document = document_of(run, is_whole=False)
     # The input of the first linear needs no gradient.
     assert document["checked"] == 2 * (3 * len(BUGS) - 1)
     first: list[dict[str, Any]] = document["first"]

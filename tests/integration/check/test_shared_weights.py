@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.integration.check.shared_weights_job import ROWS, STEPS
-from tests.kit import forking
+from tests.kit.jobs.captured import run_captured
 from tests.kit.jobs.layouts import Layout, run_layout
 from tests.kit.jobs.products import assert_products_hold, checked_run
-from tests.kit.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(300)
 MODULE = "tests.integration.check.shared_weights_job"
@@ -21,18 +18,8 @@ TIED = "dW: grad_weight: other modules have the same weight, and their gradients
 CALLS = 2 * STEPS
 
 
-def trained(directory: Path, job: str, ranks: int = 1) -> Path:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CAPD_")}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = forking.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", job, "--",
-         sys.executable, *(torchrun if ranks > 1 else []), "-m", MODULE, job],
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "CAPD_POLICY": "block", "OMP_NUM_THREADS": "1",
-             "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=200, inner=forking.TRAINING,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory / f"{job}.zarr"
+def trained(directory: Path, job: str, ranks: int | None = None) -> Path:
+    return run_captured(directory, job, MODULE, job, ranks=ranks)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit import forking
+from tests.kit.jobs.captured import run_captured
 from tests.kit.jobs.layouts import Layout, run_layout
-from tests.kit.paths import REPOSITORY
 from tests.kit.store.cli import run_capd
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,16 +19,9 @@ SHARDED = Layout(layers=2, groups=2, rows=2, tp=2, sp=True, ranks=2)
 
 def run_llama(directory: Path, name: str, *arguments: str, **settings: str) -> Path:
     """Train the Hugging Face model below `capd run`; returns the store."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
-    environment |= {"PYTHONPATH": path, "CAPD_STRICT": "1", "OMP_NUM_THREADS": "1", **settings}
-    done = forking.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", name, "--",
-         sys.executable, "-m", "tests.kit.models.llama_layouts", WHOLE.json(), *arguments],
-        env=environment, capture_output=True, text=True, timeout=300, inner=forking.TRAINING,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory / f"{name}.zarr"
+    return run_captured(
+        directory, name, "tests.kit.models.llama_layouts", WHOLE.json(), *arguments, **settings
+    )
 
 
 @pytest.fixture(scope="module")

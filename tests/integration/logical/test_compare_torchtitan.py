@@ -6,8 +6,6 @@ colons.
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.kit import forking
+from tests.kit.jobs.captured import run_captured
 from tests.kit.jobs.layouts import Layout, run_layout
 from tests.kit.launching import directories_of, needs
-from tests.kit.paths import REPOSITORY
 from tests.kit.store.cli import run_capd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), needs("torchtitan")]
@@ -31,18 +28,10 @@ RANKS = {"single": 1, "tp2": 2, "fsdp2": 2}
 
 def run_titan(directory: Path, name: str, way: str, *arguments: str) -> Path:
     """Train torchtitan's model below `capd run`; returns the store."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), PACKAGES]))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CAPD_")}
-    environment |= {"PYTHONPATH": path, "CAPD_POLICY": "block", "CAPD_STRICT": "1", "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    done = forking.run(
-        [sys.executable, "-m", "capd", "run", "--store", str(directory), "--run-id", name, "--",
-         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[way]),
-         "-m", "tests.kit.models.titan_layouts", WHOLE.json(), way, *arguments],
-        env=environment, capture_output=True, text=True, timeout=300, inner=forking.TRAINING,
+    return run_captured(
+        directory, name, "tests.kit.models.titan_layouts", WHOLE.json(), way, *arguments,
+        ranks=RANKS[way], PYTHONPATH=PACKAGES,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory / f"{name}.zarr"
 
 
 @pytest.fixture(scope="module")
