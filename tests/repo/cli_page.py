@@ -108,7 +108,8 @@ def _prose(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    text = re.sub(r"([|*<])", r"\\\1", text)
+    # Two brackets side by side would be a link to a heading.
+    text = re.sub(r"([|*<]|(?<=\])\[)", r"\\\1", text)
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
 
 
