@@ -59,11 +59,14 @@ def kill(daemon: DaemonProcess) -> None:
 
 
 def part_of(store: Path, node: str, rank: int) -> Listing:
-    """Every file and directory that belongs to a node and to its rank: inode, size, time of change."""
+    """Every file and directory that belongs to a node and to its rank: inode, size, time of change.
+
+    Without the `-shm` file of its catalog, in which SQLite notes the readers: another daemon reads the sessions there.
+    """
     run = store / "run.zarr"
     roots = [store / f".capd-{node}.lock", run / ".capd" / f"node={node}", *run.glob(f"*/rank{rank}")]
     paths = itertools.chain.from_iterable((root, *root.rglob("*")) for root in roots)
-    stats = ((path, path.stat()) for path in paths)
+    stats = ((path, path.stat()) for path in paths if not path.name.endswith("-shm"))
     return {str(path): (found.st_ino, found.st_size, found.st_mtime_ns) for path, found in stats}
 
 
