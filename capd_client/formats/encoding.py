@@ -63,15 +63,22 @@ def quantised(
             special = special_quantiser(values.reshape(-1) if extremes is None else extremes, spec)
             found = layout.join(_special_rows(rows, spec, special, generator))
         else:
-            # A copy in rows takes its own results, so that there is one copy less of a large tensor.
-            is_copy = rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
             scaling = scaling_of(rows if extremes is None else extremes, spec)
-            found = layout.join(qdq_rows(rows, spec, scaling, generator, rows if is_copy else None))
+            # A copy in rows takes its own results, so that there is one copy less of a large tensor.
+            own = rows if _is_copy(rows, x) else None
+            found = layout.join(qdq_rows(rows, spec, scaling, generator, own))
     elif spec.rounding == "stochastic":
         found = _there_and_back(values, spec, generator)
     else:
         found = elementwise(values, _there_and_back, spec)
     return found.to(x.dtype)
+
+
+def _is_copy(rows: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether rows of x have memory of their own. A compiler, which cannot trace this, reuses memory by itself."""
+    if torch.compiler.is_compiling():
+        return False
+    return rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
 def extremes_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:

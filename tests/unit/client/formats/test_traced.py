@@ -55,7 +55,6 @@ def test_after_fake_tensors_real_ones_are_as_ever() -> None:
     assert run(FAKE_FIRST) == "done\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "nvfp4" else pytest.mark.slow) for name in FORMATS],
