@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from capd.replay.freed_memory import return_freed
 from capd_client.emulation.quantise import is_random, spec_of_word, transform_of_word
 from capd_client.formats.encoding import extremes_of, quantised
 from capd_client.formats.spec import Spec
@@ -26,6 +27,8 @@ Rows = Callable[[slice], Tensor]
 _SLAB_VALUES = 1 << 18
 # Transformed rows of more values are made again after a look at all of them, and not kept.
 _KEPT_VALUES = 1 << 22
+# Copies of so many slabs may leave holes of as many MiB in the heap.
+_SLABS_BETWEEN_RETURNS = 8
 
 
 class PlainRows:
@@ -149,7 +152,12 @@ def _turn(word: str, seed: int) -> tuple[int, Signs, torch.dtype | None]:
 
 
 def slabs(first: int, last: int, columns: int, step: int = 1) -> Iterator[slice]:
-    """Yield ranges of rows whose values stay in the caches, whole multiples of `step` but for the last one."""
+    """Yield ranges of rows whose values stay in the caches, whole multiples of `step` but for the last one.
+
+    After some of them, the memory that their copies left in the heap returns to the system.
+    """
     rows = max(step, _SLAB_VALUES // max(1, columns) // step * step)
-    for start in range(first, last, rows):
+    for number, start in enumerate(range(first, last, rows), 1):
         yield slice(start, min(last, start + rows))
+        if number % _SLABS_BETWEEN_RETURNS == 0:
+            return_freed()

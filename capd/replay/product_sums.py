@@ -161,7 +161,7 @@ class _Measuring:
         base = None if pair.after is None else self._product.difference(rows, plain_a, right, pair.after)
         of_a = self._product.difference(rows, a, right, pair.after)
         of_b = self._product.difference(rows, plain_a, pair.b, pair.after)
-        cross = d - of_a - of_b
+        cross = (d - of_a).sub_(of_b)
         if base is not None:
             of_a, of_b, cross = of_a.sub_(base), of_b.sub_(base), cross.add_(base)
         return [of_a, of_b, cross, base]

@@ -13,7 +13,6 @@ from capd.io.items import UNREADABLE, Skipped, skipped
 from capd.products.captured.calls import ProductCall, Value
 from capd.replay.captured import captured_distances
 from capd.replay.exact_product import ExactProduct, exact_product
-from capd.replay.freed_memory import return_freed
 from capd.replay.groups import ReplayGroups
 from capd.replay.operands import ShapeMismatch, Taken, operands_of
 from capd.replay.product_sums import OperandPair, measure_product
@@ -23,9 +22,6 @@ from capd.replay.sums import ProductSums
 from capd_client.formats import FormatError
 
 __all__ = ["Replayed", "replay", "replay_product", "replay_recipe"]
-
-# Below it the heap keeps what it has, which is faster.
-_LARGE_VALUES = 1 << 22
 
 Wanted = Mapping[str, Sequence[ReplayRecipe]]
 """The recipes in which each product is replayed."""
@@ -176,8 +172,6 @@ def replay_recipe(
     """Return the sums of one product of a call in one recipe. `exact` is the product of the captured operands."""
 
     def drawn(draw: int) -> OperandPair:
-        if exact.values.numel() > _LARGE_VALUES:
-            return_freed()
         return recipe.pair(product, taken.operands, request.seed + draw, with_plain=request.blame)
 
     is_random = recipe.is_random(product)
